@@ -1,0 +1,1 @@
+"""Research agents: from a question to a study whose every number can be traced."""

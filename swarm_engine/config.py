@@ -1,0 +1,116 @@
+"""Every knob of the engine. Unknown keys fail; defaults are the setting last verified by benchmarks/learning.py."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import BaseModel, Field, model_validator
+
+
+class Frozen(BaseModel, frozen=True, extra="forbid"):
+    """Base of the config models."""
+
+
+class SamplerBackend(StrEnum):
+    """What turns prompts into tokens."""
+
+    TORCH = "torch"
+    SCRIPTED = "scripted"
+    """Plays given replies as real token ids with the model's true log-probabilities."""
+
+
+class Merge(StrEnum):
+    """How timelines of one batch are folded before the update; never changes the loss."""
+
+    NONE = "none"
+    TOKEN = "token"
+
+
+class Aggregation(StrEnum):
+    """How token losses become one number."""
+
+    TOKEN_MEAN = "token_mean"
+    """Sum over the batch, divided by all its trained tokens."""
+    SEQUENCE_MEAN = "sequence_mean"
+    """Mean over each agent's sampled tokens of an episode, then over these."""
+
+
+class CollectionRule(StrEnum):
+    """When the batch is full."""
+
+    TASKS = "tasks"
+    """`tasks_per_update` complete groups."""
+
+
+class SamplerConfig(Frozen):
+    """How replies are sampled."""
+
+    backend: SamplerBackend = SamplerBackend.TORCH
+    max_running: int = Field(64, ge=1)
+    """Requests decoded side by side; more wait their turn."""
+    max_tokens: int = Field(512, ge=1)
+    """Tokens of a reply where the request sets no limit; the context's rest bounds it too."""
+
+
+class TrainerConfig(Frozen):
+    """How a batch becomes an update."""
+
+    algorithm: str = Field("grpo", pattern="^grpo$")
+    group_size: int = Field(8, ge=2, le=1024)
+    """Episodes per task. Advantages are relative, so one alone teaches nothing."""
+    tasks_per_update: int = Field(8, ge=1, le=4096)
+    """Complete groups per update; times `group_size` it is the episodes per update."""
+    learning_rate: float = Field(1e-3, gt=0, le=1)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = Field(0.28, ge=0)
+    normalize_by_std: bool = True
+    """Divide advantages by the group's standard deviation (GRPO) or not (Dr. GRPO)."""
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    kl_weight: float = Field(0.0, ge=0)
+    """Pull towards the start weights; at 0 no reference policy is loaded."""
+    entropy_weight: float = Field(0.0, ge=0)
+    merge: Merge = Merge.TOKEN
+    microbatch_tokens: int = Field(2048, ge=1)
+    """Tokens, padding included, computed at once; bounds memory, never changes the gradient."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Updates between checkpoints."""
+
+
+class PolicyConfig(Frozen):
+    """One named set of weights."""
+
+    model: str = "nano"
+    """A name from `swarm_engine.models`, or a folder under the server's model root."""
+    trainable: bool = True
+
+
+class EngineConfig(Frozen):
+    """What `POST /engine/start` takes."""
+
+    seed: int = Field(0, ge=0, lt=2**63)
+    lockstep: bool = False
+    """Every call is computed alone and its numbers depend on nothing else, so that a run repeats itself bit for bit."""
+    policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"policy": PolicyConfig()})
+    rule: CollectionRule = CollectionRule.TASKS
+    episode_timeout_s: float = Field(600.0, gt=0)
+    """An episode that runs longer than this ends as `timeout`, and its place in the group is given out again."""
+    lease_s: float = Field(60.0, gt=0)
+    """A client silent for this long about an episode has lost it; every call and heartbeat renews the lease."""
+    num_threads: int | None = Field(None, ge=1)
+    """Threads of the worker; None takes the cores that are there."""
+    sampler: SamplerConfig = SamplerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> Self:
+        if len(self.policies) != 1:
+            raise ValueError(
+                f"policies names {len(self.policies)} policies, this engine serves exactly 1; start one server a policy"
+            )
+        return self

@@ -1,0 +1,197 @@
+"""What the front and the engine worker say to each other, and how it goes over the wire.
+
+A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON: one message with its `type`. The front asks,
+the worker answers; replies to different requests interleave. A message that does not fit its type is our own broken
+promise, so the connection ends.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from swarm_engine.types import BatchRecord, Episode, FinishReason, SamplingParams
+
+MAX_FRAME_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """Load the policies. Answered by `Booted` or `Failed`."""
+
+    config: dict[str, Any]
+    """An `EngineConfig` as JSON."""
+    model_root: str
+    checkpoint_dir: str
+    type: Literal["boot"] = "boot"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyReady:
+    """A loaded policy, as the front needs to know it."""
+
+    name: str
+    version: int
+    trainable: bool
+    tokenizer_dir: str
+    """Holds tokenizer.json, tokenizer_config.json and the chat template."""
+    end_ids: tuple[int, ...]
+    max_context: int
+    """Tokens of prompt and reply together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Booted:
+    """The policies are loaded, from the newest whole checkpoint where there is one."""
+
+    policies: tuple[PolicyReady, ...]
+    step: int
+    """Updates already in the weights: the front replays the batch records after it."""
+    type: Literal["booted"] = "booted"
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Sample one reply. Answered by any number of `Sampled`, then one `Finished` or `Rejected`."""
+
+    request_id: str
+    policy: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    script: tuple[int, ...] | None = None
+    """Token ids to play instead of sampling; only the scripted backend takes them."""
+    type: Literal["generate"] = "generate"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The next tokens of a reply."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_version: int
+    type: Literal["sampled"] = "sampled"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A reply is complete."""
+
+    request_id: str
+    finish_reason: FinishReason
+    type: Literal["finished"] = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request that can't be served; the others go on."""
+
+    request_id: str
+    message: str
+    type: Literal["rejected"] = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop sampling a request; answered by `Finished(cancelled)` unless it ended first."""
+
+    request_id: str
+    type: Literal["cancel"] = "cancel"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Train on one batch. Answered by `Updated`."""
+
+    record: BatchRecord
+    episodes: tuple[Episode, ...]
+    """In the order of the record."""
+    type: Literal["update"] = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """An update is in the weights and in the sampler."""
+
+    step: int
+    metrics: dict[str, float | None]
+    """None where a metric could not be had."""
+    drops: dict[str, int]
+    """Episodes of the batch that carried no loss, by reason."""
+    type: Literal["updated"] = "updated"
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint of the weights as they are now. Answered by `Saved`."""
+
+    type: Literal["save"] = "save"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A whole checkpoint is on disk, or `error` says why not and the older one stands."""
+
+    step: int
+    path: str | None
+    error: str | None = None
+    type: Literal["saved"] = "saved"
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Write the policy as a Hugging Face folder. Answered by `Saved`."""
+
+    policy: str
+    path: str
+    type: Literal["export"] = "export"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The worker can't go on; it ends after this."""
+
+    reason: str
+    type: Literal["failed"] = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the worker."""
+
+    type: Literal["stop"] = "stop"
+
+
+FromFront = Annotated[Boot | Generate | Cancel | Update | Save | Export | Stop, Field(discriminator="type")]
+FromWorker = Annotated[
+    Booted | Sampled | Finished | Rejected | Updated | Saved | Failed,
+    Field(discriminator="type"),
+]
+
+from_front: TypeAdapter[Boot | Generate | Cancel | Update | Save | Export | Stop] = TypeAdapter(FromFront)
+from_worker: TypeAdapter[Booted | Sampled | Finished | Rejected | Updated | Saved | Failed] = TypeAdapter(FromWorker)
+
+
+def frame(payload: bytes) -> bytes:
+    """One message, ready to send."""
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}; lower the batch size")
+    return struct.pack(">I", len(payload)) + payload
+
+
+def unframe(buffer: bytearray) -> list[bytes]:
+    """Take every complete message off the front of `buffer`."""
+    messages: list[bytes] = []
+    offset = 0
+    while len(buffer) - offset >= 4:
+        (length,) = struct.unpack_from(">I", buffer, offset)
+        if len(buffer) - offset - 4 < length:
+            break
+        messages.append(bytes(buffer[offset + 4 : offset + 4 + length]))
+        offset += 4 + length
+    del buffer[:offset]
+    return messages

@@ -1,0 +1,243 @@
+"""The words of the engine as frozen values: calls, timelines, episodes, and the closed sets of states and outcomes.
+
+Standard library only, for the client must start at once. Every other module of the engine speaks in these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+DEFAULT_AGENT = "main"
+"""The agent of calls that name none."""
+
+
+class EngineState(StrEnum):
+    """What the engine does now."""
+
+    OFFLINE = "OFFLINE"
+    BOOTING = "BOOTING"
+    ROLLING = "ROLLING"
+    """Takes new episodes."""
+    ROLLING_POST = "ROLLING_POST"
+    """The batch is full; running episodes may finish."""
+    WEIGHT_SYNCING = "WEIGHT_SYNCING"
+    """Merges, updates and hands the weights to the sampler."""
+    FAILED = "FAILED"
+
+
+class Mode(StrEnum):
+    """What an episode is for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    """Recorded, never trained."""
+    DEBUG = "debug"
+    """Neither trained nor counted."""
+
+
+class Outcome(StrEnum):
+    """How an episode ended. `ENV_ERROR` is nobody's fault and is never trained."""
+
+    SUCCESS = "success"
+    FAILURE = "failure"
+    TRUNCATED = "truncated"
+    AGENT_ERROR = "agent_error"
+    ENV_ERROR = "env_error"
+    TIMEOUT = "timeout"
+
+
+class Author(StrEnum):
+    """Who wrote a block of a timeline."""
+
+    LLM = "llm"
+    ENV = "env"
+    USER = "user"
+
+
+class FinishReason(StrEnum):
+    """Why the sampler stopped."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    """The caller went away; the call is kept as a record and never trained."""
+
+
+class ClaimReason(StrEnum):
+    """Why a claim got no episode this time."""
+
+    ROLLING_POST = "rolling_post"
+    WEIGHT_SYNCING = "weight_syncing"
+    QUOTA = "quota"
+    """The next batch already has every episode it needs in flight."""
+    BOOTING = "booting"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What the sampler is asked for. The distribution sampled from is softmax(logits / temperature)."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; such a call is recorded and never trained."""
+    seed: int = 0
+    """Seeds this request's own random stream; see `swarm_engine.seeding`."""
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the reply and belong to it, beside the model's own end tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a timeline that one call sampled."""
+
+    start: int
+    """Index of its first token in the timeline."""
+    call_id: str
+    logprobs: tuple[float, ...]
+    """Log-probability in nats of each token under the distribution it was sampled from."""
+    policy_versions: tuple[int, ...]
+    """Optimizer step of the weights that sampled each token."""
+    temperature: float
+    is_trained: bool = True
+    """False where the call is context only (greedy, cancelled); see `Call.untrained_because`."""
+
+    @property
+    def end(self) -> int:
+        """One past the last token."""
+        return self.start + len(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One context exactly as the sampler saw it, with every stretch of it that was sampled.
+
+    As recorded, a timeline is one call: its prompt, then its reply as the only span. Merging joins the spans of
+    several calls into one timeline. Tokens outside the spans are context and carry no loss.
+    """
+
+    policy: str
+    agent: str
+    tokens: tuple[int, ...]
+    spans: tuple[Span, ...]
+    """In order, disjoint."""
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...]:
+        """True where a trained call sampled the token; as long as `tokens`."""
+        mask = [False] * len(self.tokens)
+        for span in self.spans:
+            if span.is_trained:
+                mask[span.start : span.end] = [True] * len(span.logprobs)
+        return tuple(mask)
+
+    @property
+    def num_trained(self) -> int:
+        """How many tokens carry a loss."""
+        return sum(len(span.logprobs) for span in self.spans if span.is_trained)
+
+    def starts_with(self, earlier: Timeline) -> bool:
+        """Whether `earlier` is a prefix of this timeline, token by token, of the same policy and agent."""
+        return (
+            self.policy == earlier.policy
+            and self.agent == earlier.agent
+            and self.tokens[: len(earlier.tokens)] == earlier.tokens
+        )
+
+    def absorb(self, earlier: Timeline) -> Timeline:
+        """This timeline with the spans of `earlier`, which must be a prefix of it, added."""
+        known = {span.call_id for span in self.spans}
+        added = [span for span in earlier.spans if span.call_id not in known]
+        return replace(self, spans=tuple(sorted((*self.spans, *added), key=lambda span: span.start)))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One message of a timeline: author, text and tokens."""
+
+    author: Author
+    role: str
+    """The message's role, or `template` for tokens that belong to none."""
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    """None where the policy did not sample the token."""
+    loss_mask: tuple[bool, ...]
+    policy_version: int | None
+    """Of the first sampled token; None for a block that nobody sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One LLM request and its reply, as served."""
+
+    call_id: str
+    index: int
+    """0, 1, 2 … among the calls of its agent in this episode, in order of arrival."""
+    policy: str
+    agent: str
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    """What the sampler returned, end token included."""
+    logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    temperature: float
+    finish_reason: FinishReason
+    untrained_because: str | None = None
+    """Why the reply carries no loss: `greedy`, `cancelled`, `unused_retry`; None where it is trained."""
+
+    def timeline(self) -> Timeline:
+        """This call as a timeline of its own."""
+        span = Span(
+            start=len(self.prompt_ids),
+            call_id=self.call_id,
+            logprobs=self.logprobs,
+            policy_versions=self.policy_versions,
+            temperature=self.temperature,
+            is_trained=self.untrained_because is None,
+        )
+        return Timeline(
+            policy=self.policy,
+            agent=self.agent,
+            tokens=self.prompt_ids + self.completion_ids,
+            spans=(span,) if self.completion_ids else (),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One complete attempt at one task, from its claim to its reward."""
+
+    episode_id: str
+    task_id: str
+    group_id: str
+    """Episodes that share it are measured against each other."""
+    index: int
+    """Place in its group, from 0."""
+    mode: Mode
+    policy_version: int
+    """Optimizer step whose weights served its claim."""
+    calls: tuple[Call, ...]
+    """In order of arrival."""
+    rewards: Mapping[str, float | None]
+    """By agent. None until judged: a judge that crashed is not an answer that was wrong."""
+    outcome: Outcome
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    def timelines(self) -> tuple[Timeline, ...]:
+        """One timeline a call, in order."""
+        return tuple(call.timeline() for call in self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """The recipe of one update, in the journal before the update runs."""
+
+    step: int
+    """policy_version after the update; the first update is step 1."""
+    episode_ids: tuple[str, ...]
+    """In claim order."""
+    seed: int
