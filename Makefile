@@ -1,0 +1,49 @@
+# Two commands do everything: `make research` runs the main job, `make test` passes the tests. Both set up what they need.
+# PIP_ARGS goes to pip, e.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for PyTorch's CPU build.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+QUESTION ?= Does a group size of 8 learn tic-tac-toe faster than 4 at the same number of episodes?
+TESTS ?= tests
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
+
+.PHONY: research test check format clean
+
+research: $(VENV)/installed-engine
+	$(BIN)/a3r research --yes "$(QUESTION)"
+
+test: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not heavy and not gpu" $(TESTS)
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/pytest -x -m "not heavy and not gpu and not slow" $(TESTS)
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "A3R needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); run make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed-engine: $(BIN)/python pyproject.toml constraints.txt
+	@echo "Installing A3R and PyTorch into $(VENV); this takes a few minutes the first time."
+	$(PIP_INSTALL) --editable ".[engine]"
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed-engine
+	$(PIP_INSTALL) --editable ".[engine,dev]"
+	@touch $@

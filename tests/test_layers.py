@@ -1,0 +1,115 @@
+"""Imports point down only. The table is the architecture; this test reads it off the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("a3r", "vibe", "templates", "vibe_templates", "swarm_engine", "experiments_db")
+
+MAY_IMPORT = {
+    "a3r": ("a3r", "vibe", "swarm_engine", "experiments_db"),
+    "vibe": ("vibe", "swarm_engine", "experiments_db"),
+    "templates": ("swarm_engine.types", "swarm_engine.client"),
+    "swarm_engine": ("swarm_engine",),
+    "experiments_db": ("experiments_db",),
+}
+
+EXCEPTIONS = {("swarm_engine/cli.py", "experiments_db.collect")}
+"""`swarm serve` may start the collector inside the command."""
+
+TORCH_HOMES = ("swarm_engine/trainer/", "swarm_engine/sampler/", "swarm_engine/models/", "swarm_engine/worker.py")
+"""Only these import torch; the front and the client never do."""
+
+HEAVY = ("torch", "transformers", "langgraph", "fastapi", "pydantic", "openai", "anthropic")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Absolute module names that a file imports anywhere, `from a import b` as `a.b`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def is_under(module: str, allowed: str) -> bool:
+    """Whether `module` is `allowed` or lies in it."""
+    return module == allowed or module.startswith(allowed + ".")
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_down_only(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources(package)
+        for module in imports_of(path)
+        if any(is_under(module, ours) for ours in OURS)
+        and not any(is_under(module, allowed) for allowed in MAY_IMPORT[package])
+        and not any(str(path.relative_to(ROOT)) == where and is_under(module, allowed) for where, allowed in EXCEPTIONS)
+    ]
+    assert wrong == []
+
+
+def test_only_trainer_and_sampler_import_torch() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in sources("swarm_engine")
+        if any(is_under(module, "torch") or is_under(module, "transformers") for module in imports_of(path))
+        and not str(path.relative_to(ROOT)).startswith(TORCH_HOMES)
+    ]
+    assert wrong == []
+
+
+def test_the_client_imports_types_only_and_nothing_heavy() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources("swarm_engine/client")
+        for module in imports_of(path)
+        if is_under(module, "swarm_engine")
+        and not any(is_under(module, ok) for ok in ("swarm_engine.client", "swarm_engine.types"))
+    ]
+    assert wrong == []
+    code = f"import sys, swarm_engine.client; print([name for name in {HEAVY!r} if name in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "[]"
+
+
+def test_the_client_imports_in_under_a_third_of_a_second() -> None:
+    # The interpreter's own start is taken inside the child, so that it is not counted; best of 5, for machines are shared.
+    code = "import time; start = time.perf_counter(); import swarm_engine.client; print(time.perf_counter() - start)"
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize("command", ["a3r", "vibe", "swarm_engine.cli"])
+def test_help_loads_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys, runpy\n"
+        f"sys.argv = [{command!r}, '--help']\n"
+        "try:\n"
+        f"    runpy.run_module({command!r}, run_name='__main__')\n"
+        "except SystemExit as done:\n"
+        "    assert not done.code, done.code\n"
+        "heavy = [name for name in ('torch', 'transformers', 'langgraph', 'fastapi', 'openai', 'anthropic', 'matplotlib')"
+        " if name in sys.modules]\n"
+        "print('HEAVY', heavy)\n"
+    )
+    started = time.monotonic()
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "HEAVY []", f"after {time.monotonic() - started:.1f} s"
