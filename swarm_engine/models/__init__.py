@@ -1,0 +1,48 @@
+"""Names of policies, and where their weights are.
+
+A policy is named by what ships with the package (`nano`, `nano-tictactoe` …) or by a folder under the server's model
+root; nothing else is ever opened. Loading is in `swarm_engine.models.loading`, it needs torch; this module does not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NANO_DIR = Path(__file__).parent / "nano"
+"""Tokenizer, config and start weights of the shipped policies."""
+
+BASE_WEIGHTS = "base"
+"""The start weights that the bare name `nano` means."""
+
+
+class ModelError(ValueError):
+    """A policy that can't be found, read or run."""
+
+
+def shipped() -> tuple[str, ...]:
+    """The names that ship with the package."""
+    stems = sorted(path.stem for path in (NANO_DIR / "weights").glob("*.safetensors"))
+    return tuple("nano" if stem == BASE_WEIGHTS else f"nano-{stem}" for stem in stems)
+
+
+def resolve(name: str, model_root: Path | str) -> Path:
+    """Where the weights of policy `name` are: a folder in Hugging Face layout, or one file of shipped weights.
+
+    A folder under the model root wins over a shipped name, so that a warmed-up copy can stand in for it.
+
+    Raises:
+        ModelError: no such policy, or a name that leads out of the model root.
+    """
+    root = Path(model_root).resolve()
+    folder = (root / name).resolve()
+    if not name or folder == root or not folder.is_relative_to(root):
+        raise ModelError(f"model {name!r} leads out of the model root {root}; name a folder inside it")
+    if folder.is_dir():
+        return folder
+    if name == "nano" or name.startswith("nano-"):
+        weights = NANO_DIR / "weights" / f"{BASE_WEIGHTS if name == 'nano' else name.removeprefix('nano-')}.safetensors"
+        if weights.parent == NANO_DIR / "weights" and weights.is_file():
+            return weights
+    folders = {path.name for path in root.iterdir() if path.is_dir()} if root.is_dir() else set()
+    known = sorted({*shipped(), *folders})
+    raise ModelError(f"there is no model {name!r}; known are {', '.join(known) or 'none'} (model root {root})")

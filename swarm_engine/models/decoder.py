@@ -1,0 +1,279 @@
+"""The decoder that sampler and trainer share: Qwen3, Qwen2, Llama and Mistral as one functional forward.
+
+The published weights are kept under three changes that make a small model fast on a CPU, none of which alters a number
+by more than rounding: query, key and value projections are one matrix, gate and up projections another, and attention
+is a function that the caller gives. So the sampler attends over its cache, the trainer over a padded batch, and neither
+copies a weight. `named_weights` maps between this layout and the names of a Hugging Face checkpoint.
+
+Transformers is not imported for the common rotary embedding: that alone would double the start-up time of a worker.
+
+Axes: B row, T position, H query head, K key/value head, D head dimension, C hidden dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarm_engine.models import ModelError
+
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+"""Values of `model_type` that this forward computes exactly."""
+
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+"""Rotary embeddings whose frequencies are fixed. `dynamic` and `longrope` change them with the longest row of a batch,
+so that a token's log-probability would depend on its neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Shapes and constants of one decoder."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_context: int
+    has_qkv_bias: bool
+    has_out_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    is_tied: bool
+    """The output head is the embedding matrix."""
+    rope: Mapping[str, Any]
+    """`rope_parameters` of the checkpoint: `rope_type`, `rope_theta` and the scaling's own values."""
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """Read a Hugging Face `config.json`.
+
+        Raises:
+            ModelError: an architecture, activation or rotary embedding that this forward does not compute exactly.
+        """
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise ModelError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise ModelError(f"hidden_act {activation!r} is not supported; {family} models use 'silu'")
+        if "quantization_config" in config:
+            raise ModelError("the weights are quantized and can't be trained; dequantize and save them first")
+        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        rope.setdefault("rope_type", rope.pop("type", "default"))
+        rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
+        if rope["rope_type"] not in ROPE_TYPES:
+            raise ModelError(f"rope_type {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        num_heads = int(config["num_attention_heads"])
+        max_context = int(config["max_position_embeddings"])
+        slides = family == "mistral" or bool(config.get("use_sliding_window"))
+        if slides and config.get("sliding_window"):
+            max_context = min(max_context, int(config["sliding_window"]))  # within the window, attention is full
+        has_bias = bool(config.get("attention_bias", False))
+        return cls(
+            family=family,
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=int(config["hidden_size"]),
+            intermediate_size=int(config["intermediate_size"]),
+            num_layers=int(config["num_hidden_layers"]),
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // num_heads),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_context=max_context,
+            has_qkv_bias=family == "qwen2" or has_bias,
+            has_out_bias=family != "qwen2" and has_bias,
+            has_mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            has_qk_norm=family == "qwen3",
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+            rope=rope,
+        )
+
+
+class Attend(Protocol):
+    """How one layer's queries meet the keys and values they may see."""
+
+    def __call__(self, layer: int, q_B_H_T_D: Tensor, k_B_K_T_D: Tensor, v_B_K_T_D: Tensor) -> Tensor:
+        """Return the attended values, shape (B, H, T, D)."""
+        ...
+
+
+class Block(nn.Module):
+    """The weights of one layer."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        width = config.num_heads * config.head_dim
+        qkv_width = width + 2 * config.num_kv_heads * config.head_dim
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape))
+
+        def maybe(is_there: bool, *shape: int) -> nn.Parameter | None:
+            return weight(*shape) if is_there else None
+
+        self.attention_norm = weight(hidden)
+        self.qkv = weight(qkv_width, hidden)
+        self.qkv_bias = maybe(config.has_qkv_bias, qkv_width)
+        self.q_norm = maybe(config.has_qk_norm, config.head_dim)
+        self.k_norm = maybe(config.has_qk_norm, config.head_dim)
+        self.out = weight(hidden, width)
+        self.out_bias = maybe(config.has_out_bias, hidden)
+        self.mlp_norm = weight(hidden)
+        self.gate_up = weight(2 * inner, hidden)
+        self.gate_up_bias = maybe(config.has_mlp_bias, 2 * inner)
+        self.down = weight(hidden, inner)
+        self.down_bias = maybe(config.has_mlp_bias, hidden)
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model; weights are uninitialised until `load_weights`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.Parameter(torch.empty(config.hidden_size))
+        self.head = None if config.is_tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        cos, sin = rotary_table(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def hidden(self, tokens_B_T: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The last layer's normed output, shape (B, T, C).
+
+        Args:
+            tokens_B_T: token ids.
+            positions: of each token in its own context, shape (T,) or (B, T).
+            attend: called once a layer, in order.
+        """
+        config = self.config
+        heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.norm_eps
+        rows, length = tokens_B_T.shape
+        cos, sin = self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
+        x = functional.embedding(tokens_B_T, self.embedding)
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            y = rms_norm(x, block.attention_norm, eps)
+            qkv = functional.linear(y, block.qkv, block.qkv_bias).view(rows, length, heads + 2 * kv_heads, -1)
+            qk, v = qkv[:, :, : heads + kv_heads], qkv[:, :, heads + kv_heads :]
+            if block.q_norm is not None and block.k_norm is not None:
+                scale = torch.cat((block.q_norm.expand(heads, -1), block.k_norm.expand(kv_heads, -1)))
+                qk = rms_norm(qk, scale, eps)
+            first, second = qk.chunk(2, dim=-1)
+            qk = torch.addcmul(qk * cos, torch.cat((-second, first), dim=-1), sin).transpose(1, 2)
+            y = attend(index, qk[:, :heads], qk[:, heads:], v.transpose(1, 2))
+            y = y.transpose(1, 2).reshape(rows, length, -1)
+            x = x + functional.linear(y, block.out, block.out_bias)
+            y = rms_norm(x, block.mlp_norm, eps)
+            gate, up = functional.linear(y, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
+            x = x + functional.linear(functional.silu(gate) * up, block.down, block.down_bias)
+        return rms_norm(x, self.norm, eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the vocabulary, shape (..., V), of hidden states of shape (..., C)."""
+        return functional.linear(hidden, self.embedding if self.head is None else self.head)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, as a view into this module's parameters."""
+        config = self.config
+        kv_width = config.num_kv_heads * config.head_dim
+        qkv_widths = [config.num_heads * config.head_dim, kv_width, kv_width]
+        yield "model.embed_tokens.weight", self.embedding.data
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            prefix = f"model.layers.{index}"
+            yield f"{prefix}.input_layernorm.weight", block.attention_norm.data
+            for kind, qkv in (("weight", block.qkv), ("bias", block.qkv_bias)):
+                if qkv is not None:
+                    for name, part in zip("qkv", torch.split(qkv.data, qkv_widths), strict=True):
+                        yield f"{prefix}.self_attn.{name}_proj.{kind}", part
+            yield f"{prefix}.self_attn.o_proj.weight", block.out.data
+            if block.out_bias is not None:
+                yield f"{prefix}.self_attn.o_proj.bias", block.out_bias.data
+            if block.q_norm is not None and block.k_norm is not None:
+                yield f"{prefix}.self_attn.q_norm.weight", block.q_norm.data
+                yield f"{prefix}.self_attn.k_norm.weight", block.k_norm.data
+            yield f"{prefix}.post_attention_layernorm.weight", block.mlp_norm.data
+            for kind, gate_up in (("weight", block.gate_up), ("bias", block.gate_up_bias)):
+                if gate_up is not None:
+                    gate, up = gate_up.data.chunk(2)
+                    yield f"{prefix}.mlp.gate_proj.{kind}", gate
+                    yield f"{prefix}.mlp.up_proj.{kind}", up
+            yield f"{prefix}.mlp.down_proj.weight", block.down.data
+            if block.down_bias is not None:
+                yield f"{prefix}.mlp.down_proj.bias", block.down_bias.data
+        yield "model.norm.weight", self.norm.data
+        if self.head is not None:
+            yield "lm_head.weight", self.head.data
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy in a checkpoint's tensors, converting their dtype.
+
+        Raises:
+            ModelError: a tensor is missing, has another shape, or has no place here.
+        """
+        spare = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+        if self.head is None:
+            spare.discard("lm_head.weight")  # some checkpoints store the tied matrix twice
+        for name, view in self.named_weights():
+            tensor = tensors.get(name)
+            if tensor is None:
+                raise ModelError(f"the checkpoint has no tensor {name!r}; its config.json describes another model")
+            if tensor.shape != view.shape:
+                raise ModelError(f"tensor {name!r} is {tuple(tensor.shape)}, config.json asks for {tuple(view.shape)}")
+            view.copy_(tensor)
+            spare.discard(name)
+        if spare:
+            raise ModelError(f"the checkpoint holds {len(spare)} tensors with no place here, such as {min(spare)!r}")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last axis, in at least float32."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return scaled.to(x.dtype) * weight
+
+
+def rotary_table(config: DecoderConfig) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position, each of shape (max_context, D), in float32."""
+    rope = config.rope
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies, scaling = 1.0 / (float(rope["rope_theta"]) ** exponents), 1.0
+    if rope["rope_type"] != "default":
+        from transformers import CONFIG_MAPPING
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        described = CONFIG_MAPPING[config.family](
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_context,
+            rope_parameters=dict(rope),
+        )
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](described)
+    angles = torch.outer(torch.arange(config.max_context, dtype=torch.float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * scaling, angles.sin() * scaling
+
+
+def attend_causally(_layer: int, q_B_H_T_D: Tensor, k_B_K_T_D: Tensor, v_B_K_T_D: Tensor) -> Tensor:
+    """Every position sees itself and those before it: what a right-padded batch needs, without a mask."""
+    is_grouped = q_B_H_T_D.shape[1] != k_B_K_T_D.shape[1]
+    return functional.scaled_dot_product_attention(
+        q_B_H_T_D, k_B_K_T_D, v_B_K_T_D, is_causal=True, enable_gqa=is_grouped
+    )

@@ -1,0 +1,111 @@
+"""Policies on disk: read a Hugging Face folder or shipped weights, and write a folder that transformers reads.
+
+Safetensors only; no code from a checkpoint ever runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from swarm_engine.models import ModelError
+from swarm_engine.models.decoder import Decoder, DecoderConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+"""Copied with the weights where they are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPolicy:
+    """Weights in memory and what has to be known to use them."""
+
+    model: Decoder
+    config_json: dict[str, Any]
+    """The checkpoint's `config.json`."""
+    tokenizer_dir: Path
+    end_ids: tuple[int, ...]
+    """Tokens that end a reply."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and reply together."""
+        return self.model.config.max_context
+
+
+def load_policy(path: Path | str, dtype: torch.dtype = torch.float32) -> LoadedPolicy:
+    """Load a folder in Hugging Face layout, or one file of shipped weights, whose folder's parent holds the rest.
+
+    Raises:
+        ModelError: a file is missing, broken, or describes a model that can't be run exactly.
+    """
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent.parent
+    config_json = _read_json(folder / "config.json")
+    with torch.device("cpu"):
+        model = Decoder(DecoderConfig.from_json(config_json)).to(dtype)
+    model.load_weights(_read_tensors(path))
+    return LoadedPolicy(model, config_json, folder, _end_ids(folder, config_json))
+
+
+def save_policy(policy: LoadedPolicy, folder: Path) -> None:
+    """Write the weights, config and tokenizer into `folder`, which must exist, as transformers reads them."""
+    tensors = {name: tensor.contiguous() for name, tensor in policy.model.named_weights()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    dtype = str(policy.model.embedding.dtype).removeprefix("torch.")
+    config = {key: value for key, value in policy.config_json.items() if key != "torch_dtype"} | {"dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = {"eos_token_id": list(policy.end_ids)}
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    for name in TOKENIZER_FILES:
+        if (policy.tokenizer_dir / name).is_file():
+            shutil.copyfile(policy.tokenizer_dir / name, folder / name)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(f"there is no {path}; a policy's folder holds config.json, tokenizer and weights") from None
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return content
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if path.is_file():
+        files = [path]
+    elif (path / "model.safetensors.index.json").is_file():
+        names = _read_json(path / "model.safetensors.index.json")["weight_map"].values()
+        files = [path / Path(name).name for name in sorted(set(names))]
+    else:
+        files = [path / "model.safetensors"]
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors.update(load_file(file))
+        except FileNotFoundError:
+            raise ModelError(f"there is no {file}; weights must be safetensors") from None
+        except SafetensorError as error:
+            raise ModelError(f"{file} is broken: {error}") from error
+    return tensors
+
+
+def _end_ids(folder: Path, config_json: dict[str, Any]) -> tuple[int, ...]:
+    """Every token that ends a reply, from generation_config.json before config.json: the latter often lacks some."""
+    generation = folder / "generation_config.json"
+    found = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if found is None:
+        found = config_json.get("eos_token_id")
+    if found is None:
+        raise ModelError(f"{folder} names no eos_token_id in generation_config.json or config.json; add it there")
+    return tuple(found) if isinstance(found, list) else (int(found),)
