@@ -1,0 +1,190 @@
+"""The guard of one job: `python supervise.py FOLDER` runs the command in FOLDER/spec.json and writes down how it ended.
+
+It goes into the background once it has the job, and outlives whoever submitted it. It holds FOLDER/lock while it lives,
+so that a second guard for the same job ends at once and anybody can see that the job runs; it keeps the wall-time
+limit, ends the whole process tree, and leaves FOLDER/exit.json. Standard library only: it starts fast and depends on
+nothing that a job may break.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+GRACE_S = 15.0
+"""Between asking a job to end and insisting: it closes its server and its journal."""
+LEFTOVER_GRACE_S = 2.0
+"""What a job started and left behind ends by itself within this, or is ended."""
+LOCK_PATIENCE_S = 2.0
+"""Whoever asks how the job stands holds the lock for a moment; a guard that runs it holds it for good."""
+POLL_S = 0.1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def started_at_tick(pid: int) -> str | None:
+    """What tells two processes with one number apart: when the process started. None where it does not exist."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{boot}:{fields[19]}"
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+    shown = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return shown.stdout.strip() or None
+
+
+def write_whole(path: Path, value: dict[str, Any]) -> None:
+    """All of a JSON file or nothing of it, on disk before this returns."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def lock(folder: Path) -> int | None:
+    """Take the job's lock and return its descriptor; None where somebody holds it."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def main(folder: Path) -> int:
+    """Run the job, unless it was started before. Returns when the job is in the background and pid.json is written."""
+    deadline = time.monotonic() + LOCK_PATIENCE_S
+    while (held := lock(folder)) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S / 5)
+    if held is None or any((folder / name).exists() for name in ("pid.json", "exit.json", "cancel")):
+        return 0
+    ready, tell = os.pipe()
+    if os.fork():
+        os.close(tell)
+        os.read(ready, 1)
+        return 0
+    os.close(ready)
+    os.setsid()
+    _guard(folder, tell)
+    return 0
+
+
+def _guard(folder: Path, tell: int) -> None:
+    """In the background: run the job and write down how it ended."""
+    _adopt_orphans()
+    asked: list[int] = []
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, ask)
+    spec = json.loads((folder / "spec.json").read_text())
+    started = time.time()
+    write_whole(folder / "pid.json", {"pid": os.getpid(), "tick": started_at_tick(os.getpid()), "started_at": started})
+    os.close(tell)
+    ended = _run(folder, spec, asked)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = {"cpu_s": usage.ru_utime + usage.ru_stime, "max_rss_kb": usage.ru_maxrss}
+    write_whole(folder / "exit.json", {**ended, **used, "started_at": started, "ended_at": time.time()})
+
+
+def _run(folder: Path, spec: dict[str, Any], asked: list[int]) -> dict[str, Any]:
+    """Start the command, wait for its end or bring it about, and clear up what it left behind."""
+    with (folder / "stdout.log").open("ab") as out, (folder / "stderr.log").open("ab") as errors:
+        try:
+            child = subprocess.Popen(
+                spec["command"],
+                cwd=spec["folder"],
+                env={**os.environ, **spec["environment"]},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        except OSError as error:
+            return {"cause": "not_started", "detail": str(error), "exit_code": None, "signal": None}
+    write_whole(folder / "child.json", {"pid": child.pid, "tick": started_at_tick(child.pid)})
+    cause = "exited"
+    deadline = time.monotonic() + spec["time_limit_s"]
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(POLL_S)
+            break
+        if asked or time.monotonic() > deadline:
+            cause = "cancelled" if asked else "timeout"
+            _end(child)
+            break
+    _end_leftovers()
+    code = child.returncode
+    return {"cause": cause, "exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ask the job's process group to end, then insist."""
+    for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+            return
+
+
+def _end_leftovers() -> None:
+    """Wait for what the job started and did not wait for, then end it.
+
+    Orphans become children of this process (Linux), so none can hide in a session of its own. They come up one
+    generation at a time, therefore the loop.
+    """
+    deadline = time.monotonic() + LEFTOVER_GRACE_S
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            if time.monotonic() > deadline:
+                for child in _children():
+                    with suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+            time.sleep(POLL_S / 2)
+
+
+def _children() -> list[int]:
+    with suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux only; elsewhere orphans go to init, and a job must end what it starts."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _adopt_orphans() -> None:
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _die_with_parent() -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
