@@ -67,6 +67,8 @@ class Generate:
     params: SamplingParams
     script: tuple[int, ...] | None = None
     """Token ids to play instead of sampling; only the scripted backend takes them."""
+    is_streamed: bool = True
+    """False: nobody looks before the end, so the tokens come in as few `Sampled` as their policy versions allow."""
     type: Literal["generate"] = "generate"
 
 

@@ -102,7 +102,7 @@ class DecoderConfig:
 class Attend(Protocol):
     """How one layer's queries meet the keys and values they may see."""
 
-    def __call__(self, layer: int, q_B_H_T_D: Tensor, k_B_K_T_D: Tensor, v_B_K_T_D: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_B_H_T_D: Tensor, k_B_K_T_D: Tensor, v_B_K_T_D: Tensor, /) -> Tensor:
         """Return the attended values, shape (B, H, T, D)."""
         ...
 
@@ -163,26 +163,27 @@ class Decoder(nn.Module):
         """
         config = self.config
         heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.norm_eps
+        width = (config.hidden_size,)
         rows, length = tokens_B_T.shape
         cos, sin = self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
         x = functional.embedding(tokens_B_T, self.embedding)
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
-            y = rms_norm(x, block.attention_norm, eps)
+            y = functional.rms_norm(x, width, block.attention_norm, eps)
             qkv = functional.linear(y, block.qkv, block.qkv_bias).view(rows, length, heads + 2 * kv_heads, -1)
             qk, v = qkv[:, :, : heads + kv_heads], qkv[:, :, heads + kv_heads :]
             if block.q_norm is not None and block.k_norm is not None:
                 scale = torch.cat((block.q_norm.expand(heads, -1), block.k_norm.expand(kv_heads, -1)))
-                qk = rms_norm(qk, scale, eps)
+                qk = functional.rms_norm(qk, (config.head_dim,), None, eps) * scale
             first, second = qk.chunk(2, dim=-1)
             qk = torch.addcmul(qk * cos, torch.cat((-second, first), dim=-1), sin).transpose(1, 2)
             y = attend(index, qk[:, :heads], qk[:, heads:], v.transpose(1, 2))
             y = y.transpose(1, 2).reshape(rows, length, -1)
             x = x + functional.linear(y, block.out, block.out_bias)
-            y = rms_norm(x, block.mlp_norm, eps)
+            y = functional.rms_norm(x, width, block.mlp_norm, eps)
             gate, up = functional.linear(y, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
             x = x + functional.linear(functional.silu(gate) * up, block.down, block.down_bias)
-        return rms_norm(x, self.norm, eps)
+        return functional.rms_norm(x, width, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the vocabulary, shape (..., V), of hidden states of shape (..., C)."""
@@ -240,13 +241,6 @@ class Decoder(nn.Module):
             spare.discard(name)
         if spare:
             raise ModelError(f"the checkpoint holds {len(spare)} tensors with no place here, such as {min(spare)!r}")
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in at least float32."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return scaled.to(x.dtype) * weight
 
 
 def rotary_table(config: DecoderConfig) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,40 @@
+"""Turning prompts into tokens.
+
+A sampler is a state machine without threads or clocks: requests come and go between two steps, and every step samples
+at most one token for each running request. It speaks in the messages of `swarm_engine.protocol`, so that a worker only
+passes them on.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
+
+Reply = Sampled | Finished | Rejected
+
+
+class Sampler(Protocol):
+    """What every backend does."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No request waits or runs, so that `step` would do nothing."""
+        ...
+
+    def submit(self, request: Generate) -> list[Reply]:
+        """Take a request, or reject it at once."""
+        ...
+
+    def cancel(self, request_id: str) -> list[Reply]:
+        """Stop a request; nothing where it has ended or was never here."""
+        ...
+
+    def step(self) -> list[Reply]:
+        """Sample the next token of every running request, and start waiting ones."""
+        ...
+
+    def weights_changed(self, version: int) -> list[Reply]:
+        """The policy's weights are now those of `version`: forget everything computed from the old ones. Returns the
+        tokens sampled under those and not reported yet."""
+        ...

@@ -1,0 +1,341 @@
+"""The embedded sampler: requests run side by side in slots, on the trainer's own weights.
+
+A step starts waiting requests (their prompts in one padded batch, less what the cache already holds) and then samples
+the next token of all that run. Requests therefore join and leave at any step, and none waits for another to end.
+
+`lockstep` gives up the company: one request at a time, no prefix taken over, so that every shape and every number of a
+request depends on the request and the weights alone.
+
+The scripted backend is the same machine with the token forced instead of drawn: its log-probabilities are the model's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from swarm_engine.config import SamplerBackend
+from swarm_engine.models.decoder import Decoder
+from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
+from swarm_engine.sampler import Reply
+from swarm_engine.sampler.cache import KeyValueCache
+from swarm_engine.sampler.sampling import choose, uniforms
+from swarm_engine.types import FinishReason
+
+PREFILL_TOKENS = 2048
+"""Prompt tokens, padding included, computed at once; more than this falls out of the CPU's cache."""
+
+WORTH_WAITING = 16
+"""A prompt waits for another that is being computed if that saves it this many tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request in a slot."""
+
+    request: Generate
+    slot: int
+    max_tokens: int
+    """What the request asked for, or the rest of the context."""
+    stop_ids: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    num_sent: int = 0
+    """Tokens already reported."""
+
+    def report(self, version: int) -> list[Reply]:
+        """The tokens not reported yet, all sampled by the weights of `version`."""
+        if self.num_sent == len(self.token_ids):
+            return []
+        tokens, logprobs = tuple(self.token_ids[self.num_sent :]), tuple(self.logprobs[self.num_sent :])
+        self.num_sent = len(self.token_ids)
+        return [Sampled(self.request.request_id, tokens, logprobs, version)]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A stretch of a slot's context whose keys and values are to be computed."""
+
+    slot: int
+    start: int
+    end: int
+
+
+class SlotSampler:
+    """Samples from `model`; see `swarm_engine.sampler.Sampler`."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        end_ids: Sequence[int],
+        *,
+        backend: SamplerBackend = SamplerBackend.TORCH,
+        max_running: int = 64,
+        is_lockstep: bool = False,
+        version: int = 0,
+    ) -> None:
+        self.num_prefilled = 0
+        """Prompt tokens computed since the start, those taken from the cache not counted."""
+        self._model = model
+        self._end_ids = frozenset(end_ids)
+        self._backend = backend
+        self._is_lockstep = is_lockstep
+        self._max_context = model.config.max_context
+        num_slots = 1 if is_lockstep else max_running
+        dtype = model.embedding.dtype
+        self._cache = KeyValueCache(model.config, num_slots, keeps_prefixes=not is_lockstep, dtype=dtype)
+        self._cache.version = version
+        self._waiting: deque[Generate] = deque()
+        self._running: dict[int, Running] = {}
+        """By slot."""
+        self._temperatures_S = np.zeros(num_slots, np.float32)
+        self._seeds_S = np.zeros(num_slots, np.uint64)
+        self._last_S = np.zeros(num_slots, np.int64)
+        """The newest token of each slot: sampled, its keys and values not computed yet."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No request waits or runs."""
+        return not self._waiting and not self._running
+
+    def submit(self, request: Generate) -> list[Reply]:
+        """Take a request; one that can't be served is rejected with what it gave, the limit and the way out."""
+        problem = self._problem(request)
+        if problem is not None:
+            return [Rejected(request.request_id, problem)]
+        self._waiting.append(request)
+        return []
+
+    def cancel(self, request_id: str) -> list[Reply]:
+        """Stop a request; nothing where it has ended or was never here."""
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                return [Finished(request_id, FinishReason.CANCELLED)]
+        for running in self._running.values():
+            if running.request.request_id == request_id:
+                return self._end(running, FinishReason.CANCELLED)
+        return []
+
+    @torch.no_grad()
+    def step(self) -> list[Reply]:
+        """Start what waits, then sample the next token of everything that runs."""
+        replies = self._start_waiting()
+        if self._running:
+            replies += self._decode()
+        return replies
+
+    @torch.no_grad()
+    def weights_changed(self, version: int) -> list[Reply]:
+        """Forget every prefix; what runs now is computed again, so that it goes on under the new weights alone."""
+        replies = [reply for running in self._running.values() for reply in running.report(self._cache.version)]
+        stretches = [Prefill(slot, 0, int(self._cache.lengths_R[slot])) for slot in self._running]
+        self._cache.invalidate(version)
+        self._prefill(stretches)
+        return replies
+
+    def _problem(self, request: Generate) -> str | None:
+        """Why a request can't be served; None where it can."""
+        prompt, vocab_size = request.prompt_ids, self._model.config.vocab_size
+        if not prompt:
+            return "the prompt is empty; give at least one token"
+        if len(prompt) >= self._max_context:
+            return (
+                f"the prompt has {len(prompt)} tokens, the context of policy {request.policy!r} holds "
+                f"{self._max_context}, reply included; shorten the conversation"
+            )
+        if request.params.max_tokens < 1:
+            return f"max_tokens is {request.params.max_tokens}; it must be at least 1"
+        if not 0 <= request.params.temperature < float("inf"):
+            return f"temperature is {request.params.temperature}; it must be finite and at least 0"
+        strange = next((token for token in (*prompt, *(request.script or ())) if not 0 <= token < vocab_size), None)
+        if strange is not None:
+            return f"token id {strange} is outside the vocabulary of {vocab_size}"
+        if self._backend is SamplerBackend.SCRIPTED and not request.script:
+            return "the scripted sampler got no script to play; give one, or set sampler.backend to 'torch'"
+        if self._backend is not SamplerBackend.SCRIPTED and request.script is not None:
+            return f"a script was given to the {self._backend} sampler; set sampler.backend to 'scripted'"
+        return None
+
+    def _start_waiting(self) -> list[Reply]:
+        """Give slots to waiting requests, in waves: who shares a prompt with one of this wave takes it over in the
+        next, so that a group of equal prompts is computed once."""
+        replies: list[Reply] = []
+        while self._waiting and self._cache.num_free:
+            wave: list[Prefill] = []
+            later: list[Generate] = []
+            while self._waiting and self._cache.num_free:
+                request = self._waiting.popleft()
+                prompt_T = np.array(request.prompt_ids, np.int64)
+                match = self._cache.match(prompt_T)
+                if match.num_promised - match.num_shared >= WORTH_WAITING:
+                    later.append(request)
+                    continue
+                slot = self._cache.claim(prompt_T, match)
+                self._seat(request, slot)
+                wave.append(Prefill(slot, match.num_shared, len(prompt_T)))
+            self._waiting.extendleft(reversed(later))
+            replies += self._sample_first(wave)
+        return replies
+
+    def _seat(self, request: Generate, slot: int) -> None:
+        params = request.params
+        most = min(params.max_tokens, self._max_context - len(request.prompt_ids))
+        stops = self._end_ids.union(params.stop_ids)
+        self._running[slot] = Running(request, slot, most, stops)
+        self._temperatures_S[slot] = params.temperature
+        self._seeds_S[slot] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
+
+    def _sample_first(self, wave: list[Prefill]) -> list[Reply]:
+        """Compute prompts and sample the first token of each reply."""
+        replies: list[Reply] = []
+        for slots_B, hidden_B_C in self._prefill(wave):
+            replies += self._sample(slots_B, hidden_B_C)
+        return replies
+
+    def _prefill(self, stretches: list[Prefill]) -> list[tuple[NDArray[np.int64], Tensor]]:
+        """Compute keys and values; return, by batch, the slots and the hidden state of each stretch's last token."""
+        results: list[tuple[NDArray[np.int64], Tensor]] = []
+        left = sorted(stretches, key=lambda stretch: (stretch.end - stretch.start, stretch.slot))
+        while left:
+            batch = [left.pop()]
+            longest = batch[0].end - batch[0].start
+            while left and longest * (len(batch) + 1) <= PREFILL_TOKENS:
+                batch.append(left.pop())
+            slots_B = np.array([stretch.slot for stretch in batch])
+            results.append((slots_B, self._prefill_batch(batch, slots_B, longest)))
+            for stretch in batch:
+                self._cache.fill(stretch.slot, stretch.end)
+                self.num_prefilled += stretch.end - stretch.start
+        return results
+
+    def _prefill_batch(self, batch: list[Prefill], slots_B: NDArray[np.int64], longest: int) -> Tensor:
+        cache = self._cache
+        starts_B = np.array([stretch.start for stretch in batch])
+        counts_B = np.array([stretch.end - stretch.start for stretch in batch])
+        steps_T = np.arange(longest)
+        positions_B_T = starts_B[:, None] + np.minimum(steps_T, counts_B[:, None] - 1)
+        tokens_B_T = torch.from_numpy(cache.tokens_R_T[slots_B[:, None], positions_B_T])
+        # Padding repeats a row's last token, and writes what it computes where no context reads.
+        targets_B_T = torch.from_numpy(np.where(steps_T < counts_B[:, None], positions_B_T, cache.scratch))
+        rows_B = torch.from_numpy(slots_B)
+        span = int((starts_B + counts_B).max())
+        is_fresh = not starts_B.any()
+        is_seen_B_1_T_S = torch.from_numpy(np.arange(span) <= positions_B_T[:, None, :, None])
+        keys_L_R_K_T_D, values_L_R_K_T_D = cache.kv_2_L_R_K_T_D
+        is_grouped = self._model.config.num_heads != self._model.config.num_kv_heads
+
+        def attend(layer: int, q_B_H_T_D: Tensor, k_B_K_T_D: Tensor, v_B_K_T_D: Tensor) -> Tensor:
+            keys, values = keys_L_R_K_T_D[layer], values_L_R_K_T_D[layer]
+            keys[rows_B[:, None], :, targets_B_T] = k_B_K_T_D.transpose(1, 2)
+            values[rows_B[:, None], :, targets_B_T] = v_B_K_T_D.transpose(1, 2)
+            if is_fresh:
+                return functional.scaled_dot_product_attention(
+                    q_B_H_T_D, k_B_K_T_D, v_B_K_T_D, is_causal=True, enable_gqa=is_grouped
+                )
+            return functional.scaled_dot_product_attention(
+                q_B_H_T_D,
+                keys[:, :, :span].index_select(0, rows_B),
+                values[:, :, :span].index_select(0, rows_B),
+                attn_mask=is_seen_B_1_T_S,
+                enable_gqa=is_grouped,
+            )
+
+        hidden_B_T_C = self._model.hidden(tokens_B_T, torch.from_numpy(positions_B_T), attend)
+        return hidden_B_T_C[torch.arange(len(batch)), torch.from_numpy(counts_B - 1)]
+
+    def _decode(self) -> list[Reply]:
+        """Feed the newest token of every running slot and sample the one after it."""
+        cache = self._cache
+        slots_B = np.array(sorted(self._running))
+        cache.reserve(int(cache.lengths_R[slots_B].max()) + 1)
+        span = int(cache.lengths_R[slots_B].max()) + 1
+        config = self._model.config
+        highest = int(slots_B[-1]) + 1
+        # Rows of a view cost nothing to reach but all are computed; picked rows are copied first.
+        rows_R = np.arange(highest) if 2 * len(slots_B) > highest else slots_B
+        is_view = len(rows_R) == highest
+        at_R = np.full(len(rows_R), cache.scratch)
+        positions_R = np.zeros(len(rows_R), np.int64)
+        here_B = slots_B if is_view else np.arange(len(slots_B))
+        at_R[here_B] = positions_R[here_B] = cache.lengths_R[slots_B]
+        tokens_R_1 = torch.from_numpy(self._last_S[rows_R])[:, None]
+        rows, at = torch.from_numpy(rows_R), torch.from_numpy(at_R)
+        is_seen_R_1_1_S = torch.from_numpy(np.arange(span) <= positions_R[:, None, None, None])
+        keys_L_R_K_T_D, values_L_R_K_T_D = cache.kv_2_L_R_K_T_D
+        shape = (len(rows_R), config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
+
+        def attend(layer: int, q_R_H_1_D: Tensor, k_R_K_1_D: Tensor, v_R_K_1_D: Tensor) -> Tensor:
+            keys, values = keys_L_R_K_T_D[layer], values_L_R_K_T_D[layer]
+            keys[rows, :, at] = k_R_K_1_D.squeeze(2)
+            values[rows, :, at] = v_R_K_1_D.squeeze(2)
+            keys, values = keys[:, :, :span], values[:, :, :span]
+            if is_view:
+                keys, values = keys[:highest], values[:highest]
+            else:
+                keys, values = keys.index_select(0, rows), values.index_select(0, rows)
+            # The query heads of one key head stand where the positions would: each sees the whole context.
+            out = functional.scaled_dot_product_attention(
+                q_R_H_1_D.reshape(shape), keys, values, attn_mask=is_seen_R_1_1_S
+            )
+            return out.reshape(q_R_H_1_D.shape)
+
+        hidden_R_1_C = self._model.hidden(tokens_R_1, torch.from_numpy(positions_R)[:, None], attend)
+        cache.append(slots_B, self._last_S[slots_B])
+        hidden_B_C = hidden_R_1_C[:, 0]
+        return self._sample(slots_B, hidden_B_C if len(here_B) == len(rows_R) else hidden_B_C[torch.from_numpy(here_B)])
+
+    def _sample(self, slots_B: NDArray[np.int64], hidden_B_C: Tensor) -> list[Reply]:
+        """Choose the next token of each slot from its hidden state, and end the requests that are complete."""
+        requests = [self._running[slot] for slot in slots_B.tolist()]
+        counts_B = np.array([len(running.token_ids) for running in requests])
+        forced_B = None
+        if self._backend is SamplerBackend.SCRIPTED:
+            scripts = [running.request.script or () for running in requests]
+            forced_B = torch.tensor([script[count] for script, count in zip(scripts, counts_B, strict=True)])
+        tokens_B, logprobs_B = choose(
+            self._model.logits(hidden_B_C),
+            torch.from_numpy(self._temperatures_S[slots_B]),
+            torch.from_numpy(uniforms(self._seeds_S[slots_B], counts_B)),
+            forced_B,
+        )
+        self._last_S[slots_B] = tokens_B.numpy()
+        replies: list[Reply] = []
+        for running, token, logprob in zip(requests, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            if logprob != logprob or logprob == float("-inf"):
+                self._free(running)
+                message = f"the log-probability of token {token} is {logprob}; the policy's weights are broken"
+                replies.append(Rejected(running.request.request_id, message))
+                continue
+            running.token_ids.append(token)
+            running.logprobs.append(logprob)
+            ended = self._ended(running, token)
+            if ended is not None:
+                replies += self._end(running, ended)
+            elif running.request.is_streamed:
+                replies += running.report(self._cache.version)
+        return replies
+
+    def _ended(self, running: Running, token: int) -> FinishReason | None:
+        if token in running.stop_ids:
+            return FinishReason.STOP
+        if len(running.token_ids) >= running.max_tokens:
+            return FinishReason.LENGTH
+        if running.request.script is not None and len(running.token_ids) == len(running.request.script):
+            return FinishReason.STOP
+        return None
+
+    def _end(self, running: Running, reason: FinishReason) -> list[Reply]:
+        self._free(running)
+        return [*running.report(self._cache.version), Finished(running.request.request_id, reason)]
+
+    def _free(self, running: Running) -> None:
+        del self._running[running.slot]
+        self._cache.release(running.slot)
