@@ -1,0 +1,25 @@
+"""Folding the timelines of an episode so that shared context is computed once; the loss stays what it was.
+
+An agent resends its history every turn, so turn two holds turn one as plain context. Kept apart, turn one is computed
+twice; dropped, its answer is never trained. Every way of merging keeps each sampled span exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from swarm_engine.config import Merge
+from swarm_engine.merger.token import merge_by_token
+from swarm_engine.types import Timeline
+
+
+def merge(timelines: Sequence[Timeline], how: Merge) -> tuple[Timeline, ...]:
+    """Fold the timelines of one episode, in order of their calls; what is kept stays in that order."""
+    match how:
+        case Merge.NONE:
+            return tuple(timelines)
+        case Merge.TOKEN:
+            return merge_by_token(timelines)
+        case _:
+            assert_never(how)

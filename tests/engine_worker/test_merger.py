@@ -1,0 +1,120 @@
+"""Merging keeps every sampled span exactly once, and does it like the paper: last to first, by exact ids."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_engine.config import Merge
+from swarm_engine.merger import merge
+from swarm_engine.types import Span, Timeline
+
+
+def line(prompt: tuple[int, ...], reply: tuple[int, ...], call: str, agent: str = "main") -> Timeline:
+    span = Span(len(prompt), call, tuple(-0.1 * token for token in reply), (0,) * len(reply), 1.0)
+    return Timeline("policy", agent, prompt + reply, (span,))
+
+
+def spans(timelines: tuple[Timeline, ...] | list[Timeline]) -> Counter[tuple[str, tuple[int, ...], Span]]:
+    """Each span with its agent and everything before its end: all that its loss depends on."""
+    return Counter((line.agent, line.tokens[: span.end], span) for line in timelines for span in line.spans)
+
+
+def by_definition(timelines: list[Timeline]) -> list[Timeline]:
+    """The paper's rule, word by word, with every pair compared."""
+    kept: list[tuple[int, Timeline]] = []
+    for index in reversed(range(len(timelines))):
+        earlier = timelines[index]
+        hosts = [place for place, (_, later) in enumerate(kept) if later.starts_with(earlier)]
+        if hosts:
+            place, later = kept[hosts[0]]
+            taken = {position for span in later.spans for position in range(span.start, span.end)}
+            if not any(set(range(span.start, span.end)) & taken for span in earlier.spans):
+                kept[hosts[0]] = (place, later.absorb(earlier))
+                continue
+        kept.append((index, earlier))
+    return [timeline for _, timeline in reversed(kept)]
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Timeline]:
+    """Calls that go on from earlier calls, branch, retry, and belong to two agents."""
+    token = st.integers(0, 2)
+    lines: list[Timeline] = []
+    for call in range(draw(st.integers(0, 8))):
+        base = draw(st.sampled_from([(), *(line.tokens for line in lines)]))
+        cut = draw(st.integers(0, len(base)))
+        prompt = base[:cut] + tuple(draw(st.lists(token, max_size=3)))
+        reply = tuple(draw(st.lists(token, min_size=1, max_size=3)))
+        lines.append(line(prompt, reply, f"call-{call}", draw(st.sampled_from(["a", "b"]))))
+    return lines
+
+
+def test_the_first_answer_is_trained_inside_the_second_turn() -> None:
+    first, second = line((7, 8), (1,), "c1"), line((7, 8, 1, 9), (5, 6), "c2")
+    (merged,) = merge([first, second], Merge.TOKEN)
+    assert merged.tokens == (7, 8, 1, 9, 5, 6)
+    assert merged.loss_mask == (False, False, True, False, True, True)
+    assert merged.spans == (first.spans[0], second.spans[0])
+
+
+def test_a_branch_stays_apart_and_the_opening_goes_to_the_latest() -> None:
+    opening, left, right = line((7,), (1,), "c1"), line((7, 1, 2), (3,), "c2"), line((7, 1, 4), (5,), "c3")
+    kept_left, kept_right = merge([opening, left, right], Merge.TOKEN)
+    assert kept_left == left
+    assert kept_right.spans == (opening.spans[0], right.spans[0])
+
+
+def test_one_drifted_token_keeps_timelines_apart() -> None:
+    lines = [line((7, 8), (1,), "c1"), line((7, 8, 2, 9), (5,), "c2")]
+    assert merge(lines, Merge.TOKEN) == tuple(lines)
+
+
+def test_agents_do_not_merge_with_each_other() -> None:
+    lines = [line((7,), (1,), "c1", "x"), line((7, 1), (2,), "c2", "y")]
+    assert merge(lines, Merge.TOKEN) == tuple(lines)
+
+
+def test_a_retry_that_drew_the_same_words_is_trained_twice() -> None:
+    lines = [line((7,), (1, 2), "c1"), line((7,), (1, 2), "c2"), line((7, 1, 2, 3), (4,), "c3")]
+    merged = merge(lines, Merge.TOKEN)
+    assert [[span.call_id for span in kept.spans] for kept in merged] == [["c1"], ["c2", "c3"]]
+
+
+def test_none_leaves_everything_as_it_was() -> None:
+    lines = [line((7,), (1,), "c1"), line((7, 1), (2,), "c2")]
+    assert merge(lines, Merge.NONE) == tuple(lines)
+
+
+@given(conversations())
+def test_every_span_is_kept_once_with_the_context_it_was_sampled_in(lines: list[Timeline]) -> None:
+    merged = merge(lines, Merge.TOKEN)
+    assert spans(merged) == spans(lines)
+    assert sum(timeline.num_trained for timeline in merged) == sum(timeline.num_trained for timeline in lines)
+    assert all(sum(timeline.loss_mask) == timeline.num_trained for timeline in merged), "spans overlap"
+
+
+@given(conversations())
+def test_merging_is_the_papers_rule(lines: list[Timeline]) -> None:
+    assert list(merge(lines, Merge.TOKEN)) == by_definition(lines)
+
+
+@given(conversations())
+def test_merging_twice_is_merging_once(lines: list[Timeline]) -> None:
+    once = merge(lines, Merge.TOKEN)
+    assert merge(once, Merge.TOKEN) == once
+
+
+def test_a_long_conversation_merges_in_little_time() -> None:
+    tokens: tuple[int, ...] = tuple(range(2000))
+    lines = []
+    for call in range(200):
+        lines.append(line(tokens, (call, call), f"c{call}"))
+        tokens = lines[-1].tokens + tuple(range(30))
+    start = time.process_time()
+    (merged,) = merge(lines, Merge.TOKEN)
+    assert merged.num_trained == 400
+    assert time.process_time() - start < 1
