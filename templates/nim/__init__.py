@@ -1,0 +1,1 @@
+"""Nim with one heap against a scripted opponent."""

@@ -1,0 +1,1 @@
+"""Who is the spy: everyone gets a word, one player a similar one."""
