@@ -188,10 +188,9 @@ def test_capitals_and_spaces_do_not_matter_to_the_choice() -> None:
 def test_any_text_is_mapped_or_refused_and_never_crashes(text: str) -> None:
     try:
         spec = OfflineBrain().read(text)
-    except NoTemplateError as refused:
-        assert str(refused)
-    else:
-        assert GameSpec.model_validate_json(spec.model_dump_json()) == spec
+    except NoTemplateError:
+        return
+    assert GameSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
 def test_a_spec_refuses_fields_it_does_not_know() -> None:

@@ -1,0 +1,39 @@
+"""Everything that can go wrong between a sentence and a trained policy, as one tree.
+
+The message is for the person who typed the command: the value, the limit, the way out.
+"""
+
+from __future__ import annotations
+
+
+class VibeError(Exception):
+    """Base of what vibe raises on purpose; the command prints it and ends with `exit_code`."""
+
+    exit_code = 1
+
+
+class UsageError(VibeError, ValueError):
+    """The user asked for something that can't be: a wrong flag, value or folder."""
+
+    exit_code = 2
+
+
+class NoTemplateError(UsageError):
+    """No template fits the description."""
+
+    def __init__(self, message: str, nearest: str) -> None:
+        super().__init__(message)
+        self.nearest = nearest
+        """Name of the template that came closest."""
+
+
+class ProjectError(UsageError):
+    """A project folder that can't be written or read."""
+
+
+class TooSmallError(VibeError):
+    """The start policy gives a group nothing to compare, so training could not move it."""
+
+
+class SwarmFailedError(VibeError):
+    """The engine can't be reached, does not come up, or fails again after a new start."""

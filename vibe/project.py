@@ -1,0 +1,117 @@
+"""What a training project holds: the game, the engine's settings and how long to train. Kept in its spec.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError
+
+from swarm_engine.config import EngineConfig
+from vibe import library
+from vibe.errors import ProjectError, UsageError
+from vibe.spec import Frozen, GameSpec, RuleValue
+
+SPEC_FILE = "spec.json"
+POLICY = "policy"
+"""Name of the one policy that a project trains."""
+
+
+class Training(Frozen):
+    """How long to train and how often to measure."""
+
+    updates: int = Field(40, ge=0, le=100_000)
+    eval_every: int = Field(10, ge=1)
+    """Updates between evaluations on the held-out games."""
+    eval_games: int = Field(150, ge=2, le=100_000)
+    """Held-out games an evaluation plays, each once."""
+
+
+class ProjectSpec(GameSpec):
+    """A game and everything needed to train on it."""
+
+    config: EngineConfig = EngineConfig()
+    """What the engine is started with; its policy comes from `start_weights`."""
+    training: Training = Training()
+    start_weights: str
+    """A name from `swarm_engine.models`, or a folder under the server's model root."""
+
+    @classmethod
+    def load(cls, project: Path) -> Self:
+        """Read a project's spec.json.
+
+        Raises:
+            ProjectError: the file is missing or does not fit.
+        """
+        path = project / SPEC_FILE
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise ProjectError(
+                f"{path} can't be read ({error.strerror}); is {project} a project that vibe wrote?"
+            ) from error
+        except ValidationError as error:
+            raise ProjectError(f"{path} does not fit: {first_problem(error)}") from error
+
+    def with_settings(self, changes: dict[str, str]) -> Self:
+        """This project with some of its settings changed.
+
+        Args:
+            changes: dotted path of a field of `config` or `training` to its new value as JSON; a bare word is text.
+                `trainer.group_size` is short for `config.trainer.group_size`.
+        Raises:
+            UsageError: a path names no setting, or its value does not fit.
+        """
+        data = self.model_dump(mode="json")
+        for path, text in changes.items():
+            keys = path.split(".")
+            if keys[0] not in {"config", "training"}:
+                keys = ["config", *keys]
+            where: Any = data
+            for key in keys[:-1]:
+                where = where.get(key) if isinstance(where, dict) else None
+            if not isinstance(where, dict) or keys[-1] not in where:
+                known = ", ".join(sorted(where)) if isinstance(where, dict) else "config.…, training.…"
+                raise UsageError(f"there is no setting {path!r}; at that place there are: {known}")
+            where[keys[-1]] = _value(text)
+        try:
+            return type(self).model_validate(data)
+        except ValidationError as error:
+            raise UsageError(f"--set: {first_problem(error)}") from error
+
+
+def project_for(game: GameSpec, *, config: EngineConfig | None = None, training: Training | None = None) -> ProjectSpec:
+    """The project that trains on a game, with the settings it is known to learn with."""
+    template = library.load(game.template)
+    return ProjectSpec(
+        **game.model_dump(),
+        config=config or EngineConfig(),
+        training=training or Training(),
+        start_weights=template.start_weights,
+    )
+
+
+def game_of(template: str, **rules: RuleValue) -> GameSpec:
+    """A game that a program names, without a description.
+
+    Raises:
+        UsageError: no such template or rule, or a value that does not fit.
+    """
+    about = library.load(template)
+    return GameSpec(title=about.title, template=about.name, template_version=about.version, rules=about.rules(**rules))
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of a model's complaints in one line: where, what, and the value."""
+    problem = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in problem["loc"]) or "the whole"
+    return f"{where}: {problem['msg']} (it is {problem['input']!r})"
+
+
+def _value(text: str) -> Any:
+    """A setting as typed on a command line."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
