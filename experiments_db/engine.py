@@ -31,6 +31,7 @@ from experiments_db.errors import (
     NewerDatabaseError,
     ReadOnlyError,
     UnavailableError,
+    first_line,
 )
 from experiments_db.models import Row
 
@@ -93,9 +94,14 @@ class Database:
             UnavailableError: the disk is full, read-only or gone, or others held the lock for longer than 30 s.
             ConflictError: a rule of the schema refuses a row.
         """
-        with self._session(immediate=True) as session:
+        with (
+            explained(self.name),
+            self.engine.connect().execution_options(immediate=True) as connection,
+            connection.begin(),
+            Session(connection, expire_on_commit=False) as session,
+        ):
             yield session
-            session.commit()
+            session.flush()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Session]:
@@ -104,15 +110,8 @@ class Database:
         Raises:
             UnavailableError: the database can't be read.
         """
-        with self._session(immediate=False) as session:
+        with explained(self.name), Session(self.engine, expire_on_commit=False) as session:
             yield session
-
-    @contextlib.contextmanager
-    def _session(self, *, immediate: bool) -> Iterator[Session]:
-        with explained(self.name):
-            connection = self.engine.connect().execution_options(immediate=immediate)
-            with connection, Session(connection, expire_on_commit=False) as session:
-                yield session
 
     def close(self) -> None:
         """Close every connection."""
@@ -330,7 +329,7 @@ def explained(name: str) -> Iterator[None]:
     try:
         yield
     except IntegrityError as error:
-        raise ConflictError(f"the database refuses a row: {_first_line(error.orig)}") from error
+        raise ConflictError(f"the database refuses a row: {first_line(error.orig)}") from error
     except DBAPIError as error:
         if isinstance(error.orig, sqlite3.Error):
             raise _sqlite_error(name, error.orig) from error
@@ -373,7 +372,7 @@ def _psycopg_operational() -> type[Exception]:
 
 
 def _postgres_error(name: str, error: DBAPIError) -> ExperimentsDbError:
-    what = _first_line(error.orig)
+    what = first_line(error.orig)
     if getattr(error.orig, "sqlstate", None) == "53100":
         return FullError(f"the server of {name} has no room left; free some and run the same command again, it goes on")
     return UnavailableError(f"{name} can't be reached ({what}); does the server run, and may this user connect?")
@@ -385,11 +384,6 @@ def _os_error(folder: Path, error: OSError) -> ExperimentsDbError:
         f"{folder} can't be made ({error.strerror}); set {HOME_VARIABLE} to a folder where you may "
         "write and there is room"
     )
-
-
-def _first_line(error: BaseException | None) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else "no reason given"
 
 
 if sys.platform == "win32":  # pragma: no cover

@@ -55,3 +55,9 @@ class TransitionError(ExperimentsDbError, ValueError):
 
 class StaleWriterError(ExperimentsDbError):
     """Another process has taken the job over since this one did."""
+
+
+def first_line(error: BaseException | None) -> str:
+    """What an error of the driver says, without the statement and hints that follow."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else "no reason given"

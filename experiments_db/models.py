@@ -349,10 +349,8 @@ class Study(Row, table=True):
 class Assumption(Row, table=True):
     """Something the question left open, and who filled it in."""
 
-    __table_args__ = (UniqueConstraint("study_id", "text"),)
-
     id: str = _id()
-    study_id: str = _ref("study.id", index=False)
+    study_id: str = _ref("study.id")
     text: str = Field(sa_type=Text)
     source: AssumptionSource = Field(sa_type=closed(AssumptionSource))
     confirmed_by: str | None = None
@@ -381,8 +379,10 @@ class Prereg(Row, table=True):
 class Amendment(Row, table=True):
     """A change of plan. Claims that rest on it are exploratory."""
 
+    __table_args__ = (UniqueConstraint("prereg_id", "after_sha"),)
+
     id: str = _id()
-    prereg_id: str = _ref("prereg.id")
+    prereg_id: str = _ref("prereg.id", index=False)
     """The plan that was changed."""
     before_sha: str = Field(sa_type=Sha256)
     after_sha: str = Field(sa_type=Sha256)

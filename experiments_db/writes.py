@@ -18,12 +18,13 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, TypeVar, assert_never
 
-from sqlalchemy import func, update
+from sqlalchemy import func, inspect, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session, col, select
 
 from experiments_db.columns import canonical_json, sha256_of, utc_now
-from experiments_db.errors import ConflictError, NotFoundError, StaleWriterError, TransitionError
+from experiments_db.errors import ConflictError, NotFoundError, StaleWriterError, TransitionError, first_line
 from experiments_db.models import (
     Amendment,
     Artifact,
@@ -424,8 +425,8 @@ def add_job(session: Session, experiment_id: str, *, attempt: int = 1, backend: 
     """Write down the intent to run an experiment, before anything is started."""
     experiment = get(session, Experiment, experiment_id)
     row = Job(experiment_id=experiment_id, attempt=attempt, key=f"{experiment.key}.{attempt}", backend=backend)
-    job = _put(session, row, by=("experiment_id", "attempt"), same=("key", "backend"))
-    if job is row:
+    job, is_new = _put_once(session, row, by=("experiment_id", "attempt"), same=("key", "backend"))
+    if is_new:
         session.add(JobEvent(job_id=job.id, kind="state", payload={"from": None, "to": JobState.INTENT}))
         session.flush()
     return job.id
@@ -883,25 +884,38 @@ def get(session: Session, table: type[R], row_id: str) -> R:
 
 def _put(session: Session, row: R, *, by: Sequence[str], same: Sequence[str]) -> R:
     """The row that `by` names: the one that is there where it agrees in `same`, else this one, added."""
+    return _put_once(session, row, by=by, same=same)[0]
+
+
+def _put_once(session: Session, row: R, *, by: Sequence[str], same: Sequence[str]) -> tuple[R, bool]:
+    """As `_put`, and whether the row was added now."""
+    is_new = False
     there = _find(session, row, by)
     if there is None:
-        try:
-            with session.begin_nested():
-                session.add(row)
-                session.flush()
-            return row
-        except IntegrityError as error:
-            # Another process may have added it since we looked. Otherwise a rule of the schema refuses it.
-            there = _find(session, row, by)
-            if there is None:
-                raise ConflictError(_refusal(row, error)) from error
+        is_new = _insert(session, row)
+        there = _find(session, row, by)
+    if there is None:
+        raise ConflictError(f"another {row.__tablename__} is there in place of the one with {_named(row, by)}")
     for name in same:
         if getattr(there, name) != getattr(row, name):
             raise ConflictError(
                 f"{row.__tablename__} with {_named(row, by)} is there with {name} = {_short(getattr(there, name))}, "
                 f"this one has {_short(getattr(row, name))}; use another name for another row"
             )
-    return there
+    return there, is_new
+
+
+def _insert(session: Session, row: Row) -> bool:
+    """Add a row unless one with the same key is there, also where another process adds it in the same moment."""
+    session.flush()
+    insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
+    attributes = inspect(type(row)).column_attrs
+    values = {attribute.columns[0].name: getattr(row, attribute.key) for attribute in attributes}
+    try:
+        result = session.connection().execute(insert(type(row)).values(values).on_conflict_do_nothing())
+    except IntegrityError as error:
+        raise ConflictError(f"the database refuses this {row.__tablename__}: {first_line(error.orig)}") from error
+    return result.rowcount == 1
 
 
 def _find(session: Session, row: R, by: Sequence[str]) -> R | None:
@@ -913,11 +927,7 @@ def _flush(session: Session) -> None:
     try:
         session.flush()
     except IntegrityError as error:
-        raise ConflictError(str(error.orig)) from error
-
-
-def _refusal(row: Row, error: IntegrityError) -> str:
-    return f"the database refuses this {row.__tablename__}: {str(error.orig).splitlines()[0]}"
+        raise ConflictError(f"the database refuses a row: {first_line(error.orig)}") from error
 
 
 def _named(row: Row, by: Sequence[str]) -> str:

@@ -198,8 +198,8 @@ def create_tables() -> None:
         sa.Column("confirmed_by", sa.String(), nullable=True),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_assumption")),
         sa.ForeignKeyConstraint(["study_id"], ["study.id"], name=op.f("fk_assumption_study_id")),
-        sa.UniqueConstraint("study_id", "text", name=op.f("uq_assumption_study_id_text")),
     )
+    op.create_index(op.f("ix_assumption_study_id"), "assumption", ["study_id"])
     op.create_table(
         "audit_finding",
         sa.Column("id", ID, nullable=False),
@@ -296,8 +296,8 @@ def create_tables() -> None:
         sa.Column("at", MOMENT, nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_amendment")),
         sa.ForeignKeyConstraint(["prereg_id"], ["prereg.id"], name=op.f("fk_amendment_prereg_id")),
+        sa.UniqueConstraint("prereg_id", "after_sha", name=op.f("uq_amendment_prereg_id_after_sha")),
     )
-    op.create_index(op.f("ix_amendment_prereg_id"), "amendment", ["prereg_id"])
     op.create_table(
         "factor",
         sa.Column("id", ID, nullable=False),

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, create_engine, inspect, text
+from sqlmodel import select
+
+from experiments_db import engine as engine_module
+from experiments_db.engine import HEAD, Database, default_url, file_system_of, home_folder, open_database
+from experiments_db.errors import (
+    ExperimentsDbError,
+    FullError,
+    NetworkDiskError,
+    NewerDatabaseError,
+    ReadOnlyError,
+    UnavailableError,
+)
+from experiments_db.models import Note, Row, Study, StudyKind
+from experiments_db.writes import add_note, create_study
+
+
+def schema_of(engine: Engine) -> dict[str, object]:
+    """Everything that the inspector tells about our tables, triggers aside."""
+    inspector = inspect(engine)
+    return {
+        table: {
+            "columns": [(c["name"], str(c["type"]), c["nullable"]) for c in inspector.get_columns(table)],
+            "primary key": inspector.get_pk_constraint(table),
+            "foreign keys": sorted(inspector.get_foreign_keys(table), key=str),
+            "unique": sorted(inspector.get_unique_constraints(table), key=str),
+            "checks": sorted(inspector.get_check_constraints(table), key=str),
+            "indexes": sorted(inspector.get_indexes(table), key=str),
+        }
+        for table in sorted(Row.metadata.tables)
+    }
+
+
+def test_the_migrations_make_the_tables_of_the_models(database: Database, tmp_path: Path) -> None:
+    made = create_engine(f"sqlite:///{tmp_path / 'made.db'}")
+    Row.metadata.create_all(made)
+    assert schema_of(database.engine) == schema_of(made)
+    made.dispose()
+
+
+def test_autogenerate_finds_nothing_to_migrate(database: Database) -> None:
+    with database.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Row.metadata) == []
+
+
+def test_head_is_the_last_migration() -> None:
+    config = Config()
+    config.set_main_option("script_location", "experiments_db:migrations")
+    assert ScriptDirectory.from_config(config).get_current_head() == HEAD
+
+
+def test_the_spine_can_be_taken_back(database: Database) -> None:
+    from alembic import command
+
+    config = Config()
+    config.set_main_option("script_location", "experiments_db:migrations")
+    with database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "base")
+    assert inspect(database.engine).get_table_names() == ["alembic_version"]
+
+
+def test_a_new_database_is_private_durable_and_strict(tmp_path: Path) -> None:
+    home = tmp_path / "deep" / "home"
+    with open_database(home=home) as database:
+        assert database.url == f"sqlite:///{home}/experiments.db"
+        assert database.name == f"{home}/experiments.db"
+        with database.read() as session:
+            settings = {
+                name: session.execute(text(f"PRAGMA {name}")).scalar()
+                for name in ("journal_mode", "foreign_keys", "busy_timeout", "synchronous")
+            }
+    assert settings == {"journal_mode": "wal", "foreign_keys": 1, "busy_timeout": 30000, "synchronous": 2}
+    if os.name == "posix":
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700
+        assert stat.S_IMODE((home / "experiments.db").stat().st_mode) == 0o600
+
+
+def test_the_home_is_given_or_set_or_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("A3R_HOME", raising=False)
+    assert home_folder() == tmp_path / ".a3r"
+    monkeypatch.setenv("A3R_HOME", str(tmp_path / "set"))
+    assert default_url() == f"sqlite:///{tmp_path}/set/experiments.db"
+    assert home_folder(tmp_path / "given") == tmp_path / "given"
+
+
+def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
+    with open_database(home=tmp_path) as database, database.write() as session:
+        study = create_study(session, StudyKind.RESEARCH, "Is it there?")
+    with open_database(home=tmp_path) as database, database.read() as session:
+        assert session.get_one(Study, study).question == "Is it there?"
+
+
+def test_an_exception_undoes_the_transaction(database: Database) -> None:
+    def write_and_fail() -> None:
+        with database.write() as session:
+            add_note(session, "global", "gone")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_and_fail()
+    with database.read() as session:
+        assert session.exec(select(Note)).all() == []
+
+
+def test_readers_do_not_wait_for_a_writer(database: Database) -> None:
+    with database.write() as writer:
+        add_note(writer, "global", "not yet")
+        with database.read() as reader:
+            assert reader.exec(select(Note)).all() == []
+
+
+def _open_and_write(url: str, name: str, all_are_here: Barrier) -> None:
+    all_are_here.wait(timeout=60)
+    with open_database(url) as database:
+        for number in range(5):
+            with database.write() as session:
+                add_note(session, name, f"note {number}")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_eight_processes_open_a_new_database_at_once(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'home' / 'experiments.db'}"
+    context = multiprocessing.get_context("fork")
+    all_are_here = context.Barrier(8)
+    processes = [
+        context.Process(target=_open_and_write, args=(url, f"process {number}", all_are_here)) for number in range(8)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=120)
+    assert [process.exitcode for process in processes] == [0] * 8
+    with open_database(url) as database, database.read() as session:
+        notes = session.exec(select(Note)).all()
+    assert sorted((note.scope, note.text) for note in notes) == [
+        (f"process {process}", f"note {number}") for process in range(8) for number in range(5)
+    ]
+
+
+def test_a_process_killed_while_it_migrates_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from alembic import command\n"
+        "real = command.upgrade\n"
+        "def upgrade(*words):\n"
+        "    real(*words)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "command.upgrade = upgrade\n"
+        "from experiments_db.engine import open_database\n"
+        "open_database(home=sys.argv[1])\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert killed.returncode == -9
+    with sqlite3.connect(tmp_path / "experiments.db") as raw:
+        assert raw.execute("SELECT name FROM sqlite_master").fetchall() == []
+    raw.close()
+    with open_database(home=tmp_path) as database:
+        assert inspect(database.engine).has_table("study")
+
+
+def test_a_database_of_a_newer_version_is_refused(database: Database) -> None:
+    with database.engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0099_later'"))
+    with pytest.raises(NewerDatabaseError, match=r"at migration '0099_later'.*knows them up to '0001_spine'.*install"):
+        open_database(database.url)
+
+
+def test_the_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "other.db"
+    with sqlite3.connect(path) as raw:
+        raw.execute("CREATE TABLE job (name TEXT)")
+    raw.close()
+    with pytest.raises(UnavailableError, match=r"tables of another program \(job\)"):
+        open_database(f"sqlite:///{path}")
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "experiments.db").write_text("my shopping list, which is longer than a header of SQLite" * 9)
+    with pytest.raises(UnavailableError, match="is no SQLite database, or is damaged"):
+        open_database(home=tmp_path)
+    assert (tmp_path / "experiments.db").read_text().startswith("my shopping list")
+
+
+def test_a_folder_that_can_not_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReadOnlyError, match=r"file/home can't be made.*A3R_HOME"):
+        open_database(home=tmp_path / "file" / "home")
+
+
+def test_a_folder_in_place_of_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "experiments.db").mkdir()
+    with pytest.raises(UnavailableError, match="can't be opened"):
+        open_database(home=tmp_path)
+
+
+def test_a_full_disk_says_so_and_keeps_what_was_committed(database: Database) -> None:
+    with database.write() as session:
+        add_note(session, "global", "before")
+        pages = session.execute(text("PRAGMA page_count")).scalar_one()
+
+    def write_too_much() -> None:
+        with database.write() as session:
+            session.execute(text(f"PRAGMA max_page_count={pages}"))
+            add_note(session, "global", "x" * 100_000)
+
+    with pytest.raises(FullError, match=r"no room left for .*experiments\.db; free some"):
+        write_too_much()
+    with open_database(database.url) as again, again.read() as session:
+        assert [note.text for note in session.exec(select(Note)).all()] == ["before"]
+
+
+def test_a_database_that_may_only_be_read_says_so(database: Database) -> None:
+    def write() -> None:
+        with database.write() as session:
+            session.execute(text("PRAGMA query_only=ON"))
+            add_note(session, "global", "no")
+
+    with pytest.raises(ReadOnlyError, match=r"can't be written .*check who owns it"):
+        write()
+
+
+def test_a_lock_held_too_long_says_so(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "BUSY_TIMEOUT_S", 0)
+    with open_database(database.url) as other, database.write() as session:
+        add_note(session, "global", "busy")
+        with pytest.raises(UnavailableError, match="locked by another process"), other.write():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("experiments", "is no database URL"),
+        ("sqlite://", "names no file"),
+        ("sqlite:///:memory:", "names no file"),
+        ("mysql://user@host/name", "mysql is not supported"),
+    ],
+)
+def test_a_url_that_can_not_be_used_is_answered(url: str, says: str) -> None:
+    with pytest.raises(UnavailableError, match=says):
+        open_database(url)
+
+
+def test_an_unreachable_server_is_named_without_its_password() -> None:
+    with pytest.raises(UnavailableError, match="can't be reached") as caught:
+        open_database("postgresql://me:secret@127.0.0.1:1/none")
+    assert "secret" not in str(caught.value)
+
+
+MOUNTS = (
+    "/dev/root / ext4 rw 0 0\n"
+    "server:/home /home nfs4 rw 0 0\n"
+    "/dev/sdb /home/me/local\\040disk xfs rw 0 0\n"
+    "tmpfs /home tmpfs rw 0 0\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/lib", "ext4"),
+        ("/homework", "ext4"),
+        ("/home/me", "tmpfs"),  # mounted over the one before
+        ("/home/me/local disk/a3r", "xfs"),
+    ],
+)
+def test_the_file_system_is_that_of_the_innermost_mount(path: str, kind: str) -> None:
+    assert file_system_of(Path(path), MOUNTS) == kind
+
+
+def test_a_network_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "file_system_of", lambda _: "nfs4")
+    with pytest.raises(NetworkDiskError, match=r"is on nfs4, .*A3R_HOME"):
+        open_database(home=tmp_path)
+
+
+def test_every_error_is_of_the_one_tree() -> None:
+    assert all(
+        issubclass(kind, ExperimentsDbError)
+        for kind in (FullError, NewerDatabaseError, NetworkDiskError, ReadOnlyError)
+    )
+
+
+def test_opening_an_up_to_date_database_does_not_load_alembic(database: Database) -> None:
+    code = (
+        "import sys; from experiments_db.engine import open_database\n"
+        "open_database(sys.argv[1]).close(); print('alembic' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, database.url], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
