@@ -171,13 +171,14 @@ class Decoder(nn.Module):
             assert isinstance(block, Block)
             y = functional.rms_norm(x, width, block.attention_norm, eps)
             qkv = functional.linear(y, block.qkv, block.qkv_bias).view(rows, length, heads + 2 * kv_heads, -1)
-            qk, v = qkv[:, :, : heads + kv_heads], qkv[:, :, heads + kv_heads :]
+            qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=2)
             if block.q_norm is not None and block.k_norm is not None:
                 scale = torch.cat((block.q_norm.expand(heads, -1), block.k_norm.expand(kv_heads, -1)))
                 qk = functional.rms_norm(qk, (config.head_dim,), None, eps) * scale
             first, second = qk.chunk(2, dim=-1)
             qk = torch.addcmul(qk * cos, torch.cat((-second, first), dim=-1), sin).transpose(1, 2)
-            y = attend(index, qk[:, :heads], qk[:, heads:], v.transpose(1, 2))
+            q, k = torch.split(qk, [heads, kv_heads], dim=1)
+            y = attend(index, q, k, v.transpose(1, 2))
             y = y.transpose(1, 2).reshape(rows, length, -1)
             x = x + functional.linear(y, block.out, block.out_bias)
             y = functional.rms_norm(x, width, block.mlp_norm, eps)

@@ -1,0 +1,28 @@
+"""What an episode was worth, compared with its group: GRPO's baseline (Shao et al. 2024, arXiv:2402.03300)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+NOISE = 1e-6
+"""Rewards closer than this, relative to the largest, are equal: dividing by their deviation would train on rounding."""
+
+
+def group_advantages(rewards: Sequence[float], *, normalize_by_std: bool) -> list[float]:
+    """Reward minus the group's mean, divided by its population deviation where asked.
+
+    Args:
+        rewards: one per judged episode of one group and agent. An episode counts once, however many calls it made.
+    Returns:
+        As many numbers, summing to zero. All zero for a group of one, which has nothing to be compared with, and for a
+        group whose rewards are all the same.
+    """
+    if not rewards or max(rewards) - min(rewards) <= NOISE * max(1.0, *(abs(reward) for reward in rewards)):
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [reward - mean for reward in rewards]
+    if not normalize_by_std:
+        return centred
+    deviation = math.sqrt(math.fsum(value * value for value in centred) / len(centred))
+    return [value / deviation for value in centred]

@@ -1,0 +1,427 @@
+"""The update is the gradient of the objective on paper, for whom it should be and for nobody else."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from episodes import call, conversations, episode
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_engine.config import Aggregation, Merge, TrainerConfig
+from swarm_engine.models.decoder import Decoder, attend_causally
+from swarm_engine.models.loading import LoadedPolicy, load_policy
+from swarm_engine.protocol import Updated
+from swarm_engine.trainer.adamw import AdamW, AdamWConfig
+from swarm_engine.trainer.advantages import group_advantages
+from swarm_engine.trainer.grpo import GrpoTrainer, trained_row
+from swarm_engine.trainer.loss import entropy, kl_penalty, policy_loss
+from swarm_engine.trainer.samples import Drop, Sample, count_drops, make_samples
+from swarm_engine.trainer.scoring import Row, plan_microbatches, score
+from swarm_engine.types import BatchRecord, Episode, FinishReason, Outcome
+
+rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=1, max_size=16)
+
+
+def samples_of(episodes: Sequence[Episode], merge: Merge = Merge.NONE) -> list[Sample]:
+    return make_samples(episodes, merge, normalize_by_std=True)
+
+
+def update(trainer: GrpoTrainer, episodes: Sequence[Episode], step: int = 1) -> Updated:
+    return trainer.update(BatchRecord(step, tuple(episode.episode_id for episode in episodes), 0), episodes)
+
+
+def fingerprint(model: Decoder) -> str:
+    digest = hashlib.sha256()
+    for _, tensor in model.named_weights():
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def gradient_of(model: Decoder, config: TrainerConfig, episodes: Sequence[Episode]) -> tuple[float, torch.Tensor]:
+    """Loss and flat gradient of one batch."""
+    trainer = GrpoTrainer(model, config)
+    sums = trainer.accumulate_gradient(trainer.rows(samples_of(episodes, config.merge)))
+    gradient = flat_gradient(model)
+    trainer.optimizer.zero_grad()
+    return sums.loss, gradient
+
+
+def flat_gradient(model: Decoder) -> torch.Tensor:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+# Advantages.
+
+
+def test_advantages_of_a_win_and_a_loss_are_plus_and_minus_one() -> None:
+    assert group_advantages([1.0, 0.0], normalize_by_std=True) == [1.0, -1.0]
+    assert group_advantages([1.0, 0.0], normalize_by_std=False) == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("same", [[2.0], [0.0, 0.0], [1 / 3, 1 / 3, 1 / 3], [0.1 + 0.2, 0.3], [1e9, 1e9 + 1]])
+def test_a_group_of_one_and_rewards_that_differ_by_rounding_teach_nothing(same: list[float]) -> None:
+    assert group_advantages(same, normalize_by_std=True) == [0.0] * len(same)
+
+
+@given(rewards, st.booleans())
+def test_advantages_sum_to_zero_and_keep_the_order(some: list[float], normalize: bool) -> None:
+    advantages = group_advantages(some, normalize_by_std=normalize)
+    assert sum(advantages) == pytest.approx(0, abs=1e-9)
+    if any(advantages):
+        by_reward = sorted(range(len(some)), key=lambda place: some[place])
+        assert [advantages[place] for place in by_reward] == sorted(advantages)
+
+
+@given(rewards, st.floats(0.1, 10), st.floats(-10, 10))
+def test_normalized_advantages_ignore_scale_and_offset(some: list[float], scale: float, offset: float) -> None:
+    before = group_advantages(some, normalize_by_std=True)
+    after = group_advantages([scale * reward + offset for reward in some], normalize_by_std=True)
+    if max(some) - min(some) > 1e-2:
+        assert after == pytest.approx(before, abs=1e-6)
+
+
+# Who takes part.
+
+
+def test_an_episode_counts_once_in_its_baseline_however_many_calls_it_made() -> None:
+    long = episode("a", [call([5] * n, [7]) for n in range(1, 6)], 1.0)
+    short = episode("b", [call([5], [7])], 0.0)
+    assert [sample.advantage for sample in samples_of([long, short])] == [1.0, -1.0]
+
+
+def test_a_rejected_reply_does_not_move_the_baseline_of_its_siblings() -> None:
+    cancelled = call([5], [7], finish_reason=FinishReason.CANCELLED, untrained_because="cancelled")
+    batch = [
+        episode("a", [call([5], [7])], 1.0),
+        episode("b", [call([5], [7])], 0.0),
+        episode("c", [cancelled], 5.0),
+    ]
+    samples = samples_of(batch)
+    assert [(sample.advantage, sample.drop) for sample in samples] == [(1, None), (-1, None), (0, Drop.UNTRAINED)]
+    assert count_drops(samples) == {"untrained": 1}
+
+
+def test_null_rewards_and_broken_environments_are_counted_and_never_trained() -> None:
+    batch = [
+        episode("a", [call([5], [7])], 1.0),
+        episode("b", [call([5], [7])], None),
+        episode("c", [call([5], [7])], 0.0),
+        episode("d", [call([5], [7])], 9.0, outcome=Outcome.ENV_ERROR),
+        episode("e", [call([5], [7])], float("nan")),
+        episode("f", [call([5], [7])], {"somebody else": 3.0}),
+    ]
+    samples = samples_of(batch)
+    assert [sample.advantage for sample in samples] == [1, 0, -1, 0, 0, 0]
+    assert count_drops(samples) == {"unjudged": 3, "env_error": 1}
+
+
+def test_baselines_are_of_the_group_and_the_agent() -> None:
+    def both(name: str, group: str, white: float, black: float) -> Episode:
+        calls = [call([5], [7], agent="white"), call([6], [8], agent="black")]
+        return episode(name, calls, {"white": white, "black": black}, group_id=group)
+
+    samples = samples_of([both("a", "g", 1, 30), both("b", "g", 0, 10), both("c", "h", 7, 7), both("d", "h", 5, 7)])
+    assert [(sample.agent, sample.advantage) for sample in samples] == [
+        *[("white", 1), ("black", 1), ("white", -1), ("black", -1)],
+        *[("white", 1), ("black", 0), ("white", -1), ("black", 0)],
+    ]
+    assert count_drops(samples) == {}, "an episode with one trained agent carries a loss"
+
+
+def test_a_group_with_one_judged_episode_is_alone() -> None:
+    samples = samples_of([episode("a", [call([5], [7])], 1.0), episode("b", [call([5], [7])], None)])
+    assert [sample.drop for sample in samples] == [Drop.ALONE, Drop.UNJUDGED]
+
+
+def test_exactly_the_sampled_tokens_are_targets() -> None:
+    first = call([1, 2, 3], [11, 12, 13], [-0.1, -0.2, -0.3], call_id="a", temperature=0.5)
+    greedy = call([1, 2, 3, 11, 12, 13, 4], [21, 22], call_id="b", untrained_because="greedy")
+    last = call([1, 2, 3, 11, 12, 13, 4, 21, 22, 5], [31], [-0.7], call_id="c")
+    (sample,) = samples_of([episode("a", [first, greedy, last], 1.0)], Merge.TOKEN)
+    (timeline,) = sample.timelines
+    row = trained_row(timeline, 1.0, 0.25)
+    assert row.row.targets == (3, 4, 5, 10)
+    assert [row.row.tokens[target] for target in row.row.targets] == [11, 12, 13, 31]
+    assert row.sampling_logprobs == (-0.1, -0.2, -0.3, -0.7)
+    assert row.row.temperatures == (0.5, 0.5, 0.5, 1.0)
+    assert row.row.num_computed == 10, "the last token predicts nothing"
+    assert sample.num_trained == 4
+
+
+# Scores.
+
+
+def test_scores_are_those_of_each_row_alone(tiny: LoadedPolicy) -> None:
+    rows = [
+        Row((5, 6, 7, 8), (2, 3), (1.0, 0.5)),
+        Row((9,) * 30, (1, 29), (1.0, 1.0)),
+        Row((4, 0), (1,), (2.0,)),  # token 0 is also what rows are padded with
+    ]
+    model = tiny.model.double()
+    together = score(model, rows)
+    alone = [score(model, [row]) for row in rows]
+    assert torch.allclose(together.logprobs_N, torch.cat([one.logprobs_N for one in alone]), atol=1e-12, rtol=0)
+    assert torch.allclose(together.entropies_N, torch.cat([one.entropies_N for one in alone]), atol=1e-12, rtol=0)
+    assert together.logprobs_N.shape == (5,)
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    logits = model.logits(model.hidden(tokens, torch.arange(4), attend_causally))[0, 2] / 0.5
+    assert together.logprobs_N[1].item() == pytest.approx(logits.log_softmax(-1)[8].item(), abs=1e-12)
+
+
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 200))
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = plan_microbatches(lengths, budget)
+    assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[place] for place in batch) <= budget
+
+
+# The objective.
+
+
+def test_the_clipped_surrogate_by_hand() -> None:
+    ratios = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5], dtype=torch.float64)
+    terms = policy_loss(
+        ratios.log() - 2.0,
+        torch.full((5,), -2.0, dtype=torch.float64),
+        torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64),
+        torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64),
+        clip_low=0.2,
+        clip_high=0.28,
+    )
+    # min(1*2, ..) + min(1.5, 1.28) + min(-1.5, -1.28) + min(0.5, 0.8) + min(-0.5, -0.8)
+    assert terms.loss.item() == pytest.approx(-(2.0 + 1.28 - 1.5 + 0.5 - 0.8))
+    assert terms.is_clipped_N.tolist() == [False, True, False, False, True]
+
+
+def test_the_kl_penalty_by_hand() -> None:
+    policy, reference = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0 + math.log(2)])
+    assert kl_penalty(policy, reference).tolist() == pytest.approx([0.0, 2 - math.log(2) - 1], abs=1e-6)
+
+
+def test_entropy_with_an_impossible_token_is_finite_and_so_is_its_gradient() -> None:
+    logits = torch.tensor([[0.0, -math.inf], [0.0, 0.0]], requires_grad=True)
+    values = entropy(logits)
+    assert values.tolist() == pytest.approx([0.0, math.log(2)])
+    values.sum().backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def objective(model: Decoder, reference: Decoder, config: TrainerConfig, batch: Sequence[Episode]) -> torch.Tensor:
+    """The loss as one would write it on paper: call by call, token by token, full logits."""
+    per_sample: list[torch.Tensor] = []
+    counts: list[int] = []
+    for agent in ("left", "right"):
+        for group in sorted({member.group_id for member in batch}):
+            members = [member for member in batch if member.group_id == group]
+            values = torch.tensor([member.rewards[agent] for member in members], dtype=torch.float64)
+            advantages = (values - values.mean()) / values.std(correction=0)
+            for member, advantage in zip(members, advantages, strict=True):
+                total, count = torch.zeros((), dtype=torch.float64), 0
+                for one in member.calls:
+                    if one.agent != agent:
+                        continue
+                    tokens = torch.tensor([one.prompt_ids + one.completion_ids])
+                    places = torch.arange(tokens.shape[1])
+                    logits = model.logits(model.hidden(tokens, places, attend_causally))[0] / one.temperature
+                    anchor = reference.logits(reference.hidden(tokens, places, attend_causally))[0] / one.temperature
+                    for offset, token in enumerate(one.completion_ids):
+                        place = len(one.prompt_ids) + offset - 1
+                        logprobs = logits[place].log_softmax(-1)
+                        ratio = (logprobs[token] - one.logprobs[offset]).exp()
+                        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+                        difference = anchor[place].log_softmax(-1)[token].detach() - logprobs[token]
+                        total = total - torch.minimum(ratio * advantage, clipped * advantage)
+                        total = total + config.kl_weight * (difference.exp() - difference - 1)
+                        total = total + config.entropy_weight * (logprobs.exp() * logprobs).sum()
+                        count += 1
+                per_sample.append(total)
+                counts.append(count)
+    if config.aggregation is Aggregation.TOKEN_MEAN:
+        return torch.stack(per_sample).sum() / sum(counts)
+    return torch.stack([total / count for total, count in zip(per_sample, counts, strict=True)]).mean()
+
+
+@pytest.mark.parametrize("aggregation", Aggregation)
+@pytest.mark.parametrize("regularized", [False, True])
+def test_loss_and_gradient_are_the_objectives_on_paper_however_timelines_merge_and_batches_split(
+    tiny_dir: Path, aggregation: Aggregation, regularized: bool
+) -> None:
+    start, model = load_policy(tiny_dir, torch.float64).model, load_policy(tiny_dir, torch.float64).model
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.003)
+    batch = conversations(3, num_groups=2, group_size=3)
+    base = {"aggregation": aggregation, "clip_low": 0.3, "clip_high": 3.0}
+    if regularized:
+        base |= {"kl_weight": 0.3, "entropy_weight": 0.05}
+    expected_loss = objective(model, start, TrainerConfig(**base), batch)
+    expected_loss.backward()  # type: ignore[no-untyped-call]
+    expected = flat_gradient(model)
+    for parameter in model.parameters():
+        parameter.grad = None
+    for merge in Merge:
+        for microbatch_tokens in (1, 64, 2048):
+            config = TrainerConfig(merge=merge, microbatch_tokens=microbatch_tokens, **base)
+            trainer = GrpoTrainer(model, config)
+            if regularized:
+                trainer.reference = start
+            rows = trainer.rows(samples_of(batch, merge))
+            loss = trainer.accumulate_gradient(rows).loss
+            found = torch.cat(
+                [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+            )
+            trainer.optimizer.zero_grad()
+            assert loss == pytest.approx(expected_loss.item(), rel=1e-9)
+            assert ((found - expected).norm() / expected.norm()).item() < 1e-9
+
+
+def test_merging_computes_fewer_tokens(tiny: LoadedPolicy) -> None:
+    batch = conversations(3)
+    apart = update(GrpoTrainer(tiny.model, TrainerConfig(merge=Merge.NONE)), batch)
+    merged = update(GrpoTrainer(tiny.model, TrainerConfig(merge=Merge.TOKEN)), batch)
+    assert apart.metrics["merge_ratio"] == 1
+    assert merged.metrics["num_trained_tokens"] == apart.metrics["num_trained_tokens"]
+    ratio = (apart.metrics["num_computed_tokens"] or 0) / (merged.metrics["num_computed_tokens"] or 1)
+    assert ratio == pytest.approx(merged.metrics["merge_ratio"], rel=0.1)
+    assert ratio > 1.5
+
+
+def test_tokens_that_are_not_trained_are_in_no_denominator(tiny: LoadedPolicy) -> None:
+    pair = [episode("a", [call([5], [7] * 10, [-1.0] * 10)], 1.0), episode("b", [call([5], [8])], 0.0)]
+    cut_off = call([6], [7] * 90, finish_reason=FinishReason.LENGTH, untrained_because="unused_retry")
+    with_dead_weight = [*pair, episode("c", [cut_off], 0.0), episode("d", [call([9], [7] * 50)], None)]
+    for aggregation in Aggregation:
+        config = TrainerConfig(aggregation=aggregation)
+        alone, _ = gradient_of(tiny.model, config, pair)
+        assert gradient_of(tiny.model, config, with_dead_weight)[0] == alone
+
+
+def test_zero_variance_groups_stay_in_the_denominator(tiny: LoadedPolicy) -> None:
+    pair = [episode("a", [call([5], [7, 7])], 1.0), episode("b", [call([5], [8, 8])], 0.0)]
+    flat = [episode(name, [call([5], [9] * 2)], 3.0, group_id="h") for name in ("c", "d")]
+    alone, _ = gradient_of(tiny.model, TrainerConfig(), pair)
+    assert gradient_of(tiny.model, TrainerConfig(), [*pair, *flat])[0] == pytest.approx(alone / 2, rel=1e-6)
+
+
+# The update.
+
+
+def on_policy(policy: LoadedPolicy, batch: Sequence[Episode]) -> list[Episode]:
+    """The same episodes with the policy's own log-probabilities."""
+    from dataclasses import replace
+
+    result = []
+    for member in batch:
+        calls = []
+        for one in member.calls:
+            row = trained_row(one.timeline(), 0.0, 0.0).row
+            with torch.no_grad():
+                calls.append(replace(one, logprobs=tuple(score(policy.model, [row]).logprobs_N.tolist())))
+        result.append(replace(member, calls=tuple(calls)))
+    return result
+
+
+def test_the_first_update_on_policy_has_loss_zero_and_still_a_gradient(tiny: LoadedPolicy) -> None:
+    reply_lengths_equal = [episode(f"e{index}", [call([5, 6], [7 + index, 8])], float(index % 2)) for index in range(4)]
+    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), on_policy(tiny, reply_lengths_equal)).metrics
+    assert metrics["loss"] == pytest.approx(0, abs=1e-6)
+    assert (metrics["grad_norm"] or 0) > 1e-2
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["kl_sampling"] == pytest.approx(0, abs=1e-6)
+    assert (metrics["clip_fraction"], metrics["skipped"]) == (0, 0)
+    assert (metrics["reward_mean"], metrics["reward_std"]) == (0.5, 0.5)
+
+
+def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy) -> None:
+    batch = [episode(f"e{index}", [call([5, 6], [7 + index % 2])], float(index % 2)) for index in range(8)]
+    trainer = GrpoTrainer(tiny.model, TrainerConfig())
+    good, bad = Row((5, 6, 8), (2,), (1.0,)), Row((5, 6, 7), (2,), (1.0,))
+    with torch.no_grad():
+        before = score(tiny.model, [good, bad]).logprobs_N
+    for step in range(5):
+        update(trainer, on_policy(tiny, batch), step + 1)
+    with torch.no_grad():
+        after = score(tiny.model, [good, bad]).logprobs_N
+    assert after[0] > before[0] + 0.5
+    assert after[1] < before[1]
+    assert trainer.step == 5
+
+
+def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedPolicy) -> None:
+    trainer = GrpoTrainer(tiny.model, TrainerConfig(weight_decay=0.1, kl_weight=0.1, entropy_weight=0.1))
+    update(trainer, conversations(1))
+    before, steps = fingerprint(tiny.model), trainer.optimizer.num_steps
+    uniform = [episode(f"e{index}", [call([5, 6], [7 + index])], 0.5) for index in range(4)]
+    result = update(trainer, uniform, 2)
+    assert fingerprint(tiny.model) == before
+    assert (trainer.optimizer.num_steps, trainer.step) == (steps, 2)
+    assert result.drops == {"zero_variance": 4}
+    assert (result.metrics["skipped"], result.metrics["zero_variance_groups"]) == (1, 1)
+    assert result.metrics["loss"] is None
+    assert result.metrics["grad_norm"] is None
+
+
+@pytest.mark.parametrize("empty", [[], [episode("a", [], None)], [episode("a", [call([5], [7])], None)]])
+def test_a_batch_with_nothing_to_train_is_skipped_and_its_metrics_are_null(
+    tiny: LoadedPolicy, empty: list[Episode]
+) -> None:
+    before = fingerprint(tiny.model)
+    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), empty).metrics
+    assert fingerprint(tiny.model) == before
+    assert metrics["skipped"] == 1
+    for name in ("loss", "grad_norm", "entropy", "kl_sampling", "ratio_max", "reward_mean", "merge_ratio"):
+        assert metrics[name] is None, name
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_visibly(tiny: LoadedPolicy) -> None:
+    trainer = GrpoTrainer(tiny.model, TrainerConfig())
+    before = fingerprint(tiny.model)
+    poisoned = [episode("a", [call([5], [7], [-1e6])], 0.0), episode("b", [call([5], [8], [-1.0])], 1.0)]
+    metrics = update(trainer, poisoned).metrics
+    assert fingerprint(tiny.model) == before
+    assert (metrics["skipped"], metrics["nonfinite_gradient"]) == (1, 1)
+    assert all(value is None or math.isfinite(value) for value in metrics.values())
+    assert update(trainer, conversations(1), 2).metrics["skipped"] == 0
+
+
+def test_the_kl_pulls_towards_the_start_weights(tiny: LoadedPolicy) -> None:
+    trainer = GrpoTrainer(tiny.model, TrainerConfig(kl_weight=0.5, learning_rate=3e-3))
+    first = update(trainer, conversations(1)).metrics["kl_reference"]
+    assert first == pytest.approx(0, abs=1e-9)
+    assert (update(trainer, conversations(1), 2).metrics["kl_reference"] or 0) > 1e-4
+
+
+def test_our_adamw_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(5, 4, generator=generator, dtype=torch.float64))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    optimizer = AdamW({"p": ours}, AdamWConfig(0.01, 0.8, 0.9, 0.1))
+    reference = torch.optim.AdamW([theirs], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
+    for _ in range(5):
+        gradient = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        optimizer.step()
+        reference.step()
+    assert torch.allclose(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_a_long_gradient_is_cut_to_the_norm_and_a_short_one_left() -> None:
+    parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in "ab"}
+    optimizer = AdamW(parameters, AdamWConfig(0.1))
+    for parameter in parameters.values():
+        parameter.grad = torch.tensor([3.0, 0.0])
+    assert optimizer.clip_gradient(10.0) == pytest.approx(math.sqrt(18))
+    assert parameters["a"].grad is not None
+    assert parameters["a"].grad.tolist() == [3.0, 0.0]
+    optimizer.clip_gradient(1.0)
+    assert parameters["a"].grad[0].item() == pytest.approx(3 / math.sqrt(18))
