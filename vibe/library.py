@@ -1,7 +1,8 @@
 """The built-in games: where they are, what can be set, and their code.
 
-A template is a folder: in a checkout `templates/NAME`, in the wheel `vibe/_templates/NAME`. Its modules are imported as
-`vibe_templates.NAME`, whichever it is. A project's flat files are the same code; `load_game` imports them from its folder.
+A template is a folder: in a checkout `templates/NAME`, in the wheel `vibe/_templates/NAME`. Its modules are imported
+as `vibe_templates.NAME`, whichever it is. A project's flat files are the same code; `load_game` imports them from its
+folder.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Template:
     """Descriptions that mean it."""
     start_weights: str
     """Shipped policy for the default rules, a name of `swarm_engine.models`."""
+    warm_up_share: float | None
+    """Share of scripted play in the games that its start weights are cloned from; None where nobody has tried."""
     levels: tuple[str, ...] = ("random", "scripted")
     """Scripted players whose rewards a policy's are shown beside: legal random play and an honest one."""
 
@@ -169,6 +172,7 @@ def load(name: str) -> Template:
         keywords=dict(about.KEYWORDS),
         examples=tuple(about.EXAMPLES),
         start_weights=about.START_WEIGHTS,
+        warm_up_share=about.WARM_UP_SHARE,
     )
 
 

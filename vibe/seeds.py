@@ -1,7 +1,8 @@
 """Which games are for what: training, tests and building start weights never meet.
 
-Seeds of different purposes are derived from different names, and their last digits differ: a template deals its games from
-disjoint decks, and `seed % NUM_DECKS` says from which. So not only the seeds are apart but the games they stand for.
+Seeds of different purposes are derived from different names, and their last digits differ: a template deals its games
+from disjoint decks, and `seed % NUM_DECKS` says from which. So not only the seeds are apart but the games they stand
+for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A walk over a square grid: reach the goal, step into no hole, in a limited number of moves.
 
-The map is drawn at `reset` and always has a safe way to the goal within the limit. A reply that is no direction, or that
-leads off the grid, ends the walk and costs more than a hole: see rewards.py.
+The map is drawn at `reset` and always has a safe way to the goal within the limit. A reply that is no direction, or
+that leads off the grid, ends the walk and costs more than a hole: see rewards.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from . import players, rewards
 
 AGENT = "walker"
 NUM_DECKS = 4
-"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained on."""
+"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained
+on.
+"""
 MAX_DEALS = 1000
 """Rules under which a deck is empty, for there are only a few different games, share what there is."""
 MAX_NOTED = 80
@@ -45,8 +47,8 @@ class Game:
     """One walk at a time; `reset` starts the next."""
 
     def __init__(self, size: int = 3, holes: int = 2, moves: int = 6, start: str = "random") -> None:
-        if not 2 <= size <= 8:
-            raise ValueError(f"size is {size}, grids go from 2 to 8 cells a side; choose one of these")
+        if not 3 <= size <= 8:
+            raise ValueError(f"size is {size}, grids go from 3 to 8 cells a side; choose one of these")
         if not 0 <= holes <= size * size // 3:
             raise ValueError(f"holes is {holes}, a grid of this size has room for 0 to {size * size // 3}; lower it")
         if not 1 <= moves <= 40:
@@ -111,8 +113,8 @@ class Game:
 
     def _ask(self) -> Turn:
         system = (
-            f"Walk on a {self.size} by {self.size} grid to the goal; avoid the holes. Cells are row,column from the top left. "
-            "Answer up, down, left or right."
+            f"Walk on a {self.size} by {self.size} grid to the goal; avoid the holes. "
+            "Cells are row,column from the top left. Answer up, down, left or right."
         )
         lines = [f"holes {' '.join(map(shown, self.pits))}"] if self.pits and self.left == self.moves else []
         lines.append(f"goal {shown(self.goal)} you {shown(self.place)}")
@@ -122,7 +124,9 @@ class Game:
         """Where each direction that stays on the grid leads."""
         steps = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
         reached = {name: (cell[0] + down, cell[1] + right) for name, (down, right) in steps.items()}
-        return {name: (row, col) for name, (row, col) in reached.items() if 0 <= row < self.size and 0 <= col < self.size}
+        return {
+            name: (row, col) for name, (row, col) in reached.items() if 0 <= row < self.size and 0 <= col < self.size
+        }
 
     def _distances(self) -> dict[tuple[int, int], int]:
         """Safe steps from a cell to the goal; cells with no safe way are left out."""

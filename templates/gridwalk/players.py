@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 Cell = tuple[int, int]
 
 
-def walk_random(neighbours: Mapping[str, Cell], distances: Mapping[Cell, int], luck: float) -> str:
+def walk_random(neighbours: Mapping[str, Cell], _distances: Mapping[Cell, int], luck: float) -> str:
     """Any direction that stays on the grid. `luck` is in [0, 1)."""
     return list(neighbours)[int(luck * len(neighbours))]
 

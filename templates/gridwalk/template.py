@@ -9,12 +9,14 @@ NAME = "gridwalk"
 VERSION = "1"
 TITLE = "Grid walk"
 START_WEIGHTS = "nano-gridwalk"
+WARM_UP_SHARE = 0.3
+"""Share of scripted play in the games that start weights are cloned from; the rest is random legal play."""
 
 KNOBS: dict[str, dict[str, Any]] = {
     "size": {
         "kind": "int",
         "default": 3,
-        "low": 2,
+        "low": 3,
         "high": 8,
         "unit": "cells a side",
         "meaning": "the grid has this many rows and columns",
@@ -82,9 +84,11 @@ EXAMPLES = (
 def summary(rules: Mapping[str, Any]) -> str:
     """The game under these rules, in a sentence."""
     size = rules["size"]
-    return f"A walk to the goal over a {size}x{size} grid with {rules['holes']} holes, in at most {rules['moves']} moves."
+    return (
+        f"A walk to the goal over a {size}x{size} grid with {rules['holes']} holes, in at most {rules['moves']} moves."
+    )
 
 
-def agents(rules: Mapping[str, Any]) -> tuple[str, ...]:
+def agents(_rules: Mapping[str, Any]) -> tuple[str, ...]:
     """Every agent that the policy may play, one reward each."""
     return ("walker",)

@@ -1,7 +1,7 @@
 """Nim with one heap: in turn, take some stones; whoever takes the last one wins.
 
-Everything that chance decides is drawn at `reset`, so the episodes of one seed meet the same opponent with the same luck.
-A reply that is no allowed number loses the game at once and costs more than losing: see rewards.py.
+Everything that chance decides is drawn at `reset`, so the episodes of one seed meet the same opponent with the same
+luck. A reply that is no allowed number loses the game at once and costs more than losing: see rewards.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from . import players, rewards
 
 AGENT = "player"
 NUM_DECKS = 4
-"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained on."""
+"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained
+on.
+"""
 MAX_DEALS = 1000
 """Rules under which a deck is empty, for there are only a few different games, share what there is."""
 MAX_NOTED = 80
@@ -102,7 +104,9 @@ class Game:
         return {"left": self.left, "luck": self.luck, "is_policy_first": self.is_policy_first}
 
     def _ask(self, news: str) -> Turn:
-        system = f"Nim. Take 1 to {self.max_take} stones in turn. Whoever takes the last stone wins. Answer with a number."
+        system = (
+            f"Nim. Take 1 to {self.max_take} stones in turn. Whoever takes the last stone wins. Answer with a number."
+        )
         return {"seat": "player", "agent": AGENT, "system": system, "observation": f"{news} {self.left} left."}
 
     def _opponent_moves(self) -> int:

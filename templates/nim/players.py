@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def play_random(left: int, max_take: int, luck: int) -> int:
+def play_random(_left: int, _max_take: int, luck: int) -> int:
     """Any allowed number."""
     return luck
 

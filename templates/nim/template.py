@@ -9,6 +9,8 @@ NAME = "nim"
 VERSION = "1"
 TITLE = "Nim"
 START_WEIGHTS = "nano-nim"
+WARM_UP_SHARE = 0.2
+"""Share of scripted play in the games that start weights are cloned from; the rest is random legal play."""
 
 KNOBS: dict[str, dict[str, Any]] = {
     "stones": {
@@ -18,7 +20,18 @@ KNOBS: dict[str, dict[str, Any]] = {
         "high": 60,
         "unit": "stones",
         "meaning": "the heap holds this many stones at the start",
-        "words": ["stones", "stone", "coins", "coin", "matchsticks", "matches", "sticks", "objects", "heap of", "pile of"],
+        "words": [
+            "stones",
+            "stone",
+            "coins",
+            "coin",
+            "matchsticks",
+            "matches",
+            "sticks",
+            "objects",
+            "heap of",
+            "pile of",
+        ],
     },
     "max_take": {
         "kind": "int",
@@ -27,7 +40,19 @@ KNOBS: dict[str, dict[str, Any]] = {
         "high": 9,
         "unit": "stones a turn",
         "meaning": "a player takes one to this many stones; fewer than the heap holds",
-        "words": ["take", "takes", "taking", "remove", "removes", "removing", "grab", "grabs", "up to", "per turn", "at most"],
+        "words": [
+            "take",
+            "takes",
+            "taking",
+            "remove",
+            "removes",
+            "removing",
+            "grab",
+            "grabs",
+            "up to",
+            "per turn",
+            "at most",
+        ],
     },
     "opponent": {
         "kind": "choice",
@@ -93,6 +118,6 @@ def summary(rules: Mapping[str, Any]) -> str:
     )
 
 
-def agents(rules: Mapping[str, Any]) -> tuple[str, ...]:
+def agents(_rules: Mapping[str, Any]) -> tuple[str, ...]:
     """Every agent that the policy may play, one reward each."""
     return ("player",)

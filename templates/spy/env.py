@@ -1,8 +1,9 @@
 """Who is the spy: everyone gets a word, one player a similar one; all give clues, then all vote.
 
-The civilians are the policy, each seat an agent of its own with its own reward. The spy is scripted and knows no more than
-they do: nobody is told who has the other word. A clue is one of the words listed for one's own word that nobody gave yet.
-Everything that chance decides is drawn at `reset`, so the episodes of one seed have the same words and the same spy.
+The civilians are the policy, each seat an agent of its own with its own reward. The spy is scripted and knows no more
+than they do: nobody is told who has the other word. A clue is one of the words listed for one's own word. The clues of
+a round are given at the same time, like the votes: a player hears them when all are in. Everything that chance decides
+is drawn at `reset`, so the episodes of one seed have the same words and the same spy.
 
 A reply that is no allowed clue or vote counts as none and costs something; one that says the secret word, in whatever
 spelling, costs everything and the player is out. See rewards.py.
@@ -19,7 +20,7 @@ from . import rewards
 from .players import PLAYERS
 
 WORDS = {
-    "apple": "core crisp cider fruit pie red",
+    "apple": "cider core crisp fruit pie red",
     "pear": "bell fruit green juicy soft stem",
     "cat": "claw milk mouse nap pet purr",
     "dog": "bark bone loyal pet tail walk",
@@ -28,7 +29,7 @@ WORDS = {
     "sun": "bright day gold hot noon sky",
     "moon": "night pale silver sky tide wolf",
     "boat": "dock oar sail sea travel wave",
-    "train": "rail ticket track travel tunnel steam",
+    "train": "rail steam ticket track travel tunnel",
     "piano": "bench keys music pedal tall white",
     "guitar": "camp music neck pick string strum",
     "snow": "cold flake ski sled weather white",
@@ -48,7 +49,9 @@ WORDS = {
 
 NO_CLUE = "-"
 NUM_DECKS = 4
-"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained on."""
+"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained
+on.
+"""
 MAX_DEALS = 1000
 """Rules under which a deck is empty, for there are only a few different games, share what there is."""
 MAX_NOTED = 80
@@ -103,7 +106,9 @@ class Game:
             if deck_of((self.word, self.spy_seat, self.luck)) == seed % NUM_DECKS:
                 break
         self.said: list[tuple[int, str]] = []
-        """Every clue given, with its seat, in order."""
+        """Every clue of the rounds that are over, with its seat, in order."""
+        self.unheard: list[tuple[int, str]] = []
+        """The clues of this round."""
         self.votes: dict[int, int] = {}
         self.heard = dict.fromkeys(self.seats, 0)
         """How many of `said` a seat has been told."""
@@ -112,24 +117,25 @@ class Game:
         """Seats that said their word."""
         self.record: list[dict[str, str]] = []
         self._advice = random.Random(rng.random())
-        self.queue = [("clue", seat) for _ in range(self.rounds) for seat in self.seats]
-        self.queue += [("vote", seat) for seat in self.seats]
+        self.round = 1
+        """The round of clues that runs; one more than there are when the vote runs."""
+        self.queue = [(number, seat) for number in range(1, self.rounds + 2) for seat in self.seats]
+        """Who is to move, in which round."""
         return self._next()
 
     def legal(self) -> list[str]:
         """The clues or votes allowed to the seat to move."""
-        phase, seat = self.queue[0]
-        if phase == "vote":
+        _, seat = self.queue[0]
+        if self.is_vote:
             return [str(other) for other in self.seats if other != seat]
-        mine, given = clues_of(self.word_of(seat)), self._given()
-        return [clue for clue in mine if clue not in given] or mine
+        return clues_of(self.word_of(seat))
 
     def step(self, text: str) -> Turn | End:
         """Take the reply of the seat to move."""
-        phase, seat = self.queue[0]
+        _, seat = self.queue[0]
         answer = text.strip().casefold()
         if answer in self.legal():
-            self._take(answer, text, "a clue" if phase == "clue" else f"a vote for player {answer}")
+            self._take(answer, text, f"votes for player {answer}" if self.is_vote else "gives a clue")
         elif says(self.word_of(seat), text):
             self.out.add(seat)
             self._take(NO_CLUE, text, "says the secret word: the player is out")
@@ -141,7 +147,10 @@ class Game:
     def suggest(self, player: str) -> str:
         """What a scripted player would answer here."""
         clues = clues_of(self.word_of(self.queue[0][1]))
-        luck = {"clues": self._advice.sample(clues, len(clues)), "votes": self._advice.sample(self.seats, len(self.seats))}
+        luck = {
+            "clues": self._advice.sample(clues, len(clues)),
+            "votes": self._advice.sample(self.seats, len(self.seats)),
+        }
         return self._scripted(player, luck)
 
     def snapshot(self) -> dict[str, Any]:
@@ -152,11 +161,17 @@ class Game:
             "spy_seat": self.spy_seat,
             "luck": self.luck,
             "said": self.said,
+            "unheard": self.unheard,
             "votes": {str(seat): vote for seat, vote in self.votes.items()},
             "num_illegal": {str(seat): count for seat, count in self.num_illegal.items()},
             "out": sorted(self.out),
             "queue": self.queue,
         }
+
+    @property
+    def is_vote(self) -> bool:
+        """Whether all clues are in."""
+        return self.round > self.rounds
 
     def word_of(self, seat: int) -> str:
         """The secret word of a seat."""
@@ -165,7 +180,11 @@ class Game:
     def _next(self) -> Turn | End:
         """Play the spy until a civilian is to move or the game is over."""
         while self.queue:
-            _, seat = self.queue[0]
+            number, seat = self.queue[0]
+            if number != self.round:
+                self.round = number
+                self.said += self.unheard
+                self.unheard = []
             if seat in self.out:
                 self.queue.pop(0)
             elif seat == self.spy_seat:
@@ -176,35 +195,31 @@ class Game:
         return self._end()
 
     def _scripted(self, player: str, luck: dict[str, list[Any]]) -> str:
-        phase, seat = self.queue[0]
+        _, seat = self.queue[0]
         script = PLAYERS[player]
-        if phase == "clue":
-            return script.clue(luck["clues"], self._given())
-        return str(script.vote(seat, clues_of(self.word_of(seat)), self.said, luck["votes"]))
+        if self.is_vote:
+            return str(script.vote(seat, clues_of(self.word_of(seat)), self.said, luck["votes"]))
+        return script.clue(luck["clues"][self.round - 1 :])
 
     def _take(self, answer: str, text: str, note: str) -> None:
-        phase, seat = self.queue.pop(0)
-        if phase == "clue":
-            self.said.append((seat, answer))
-            self.heard[seat] += 1
+        _, seat = self.queue.pop(0)
+        if not self.is_vote:
+            self.unheard.append((seat, answer))
         elif answer != NO_CLUE:
             self.votes[seat] = int(answer)
         self.record.append({"seat": f"seat-{seat}", "text": text[:MAX_NOTED], "note": note})
 
     def _ask(self) -> Turn:
-        phase, seat = self.queue[0]
+        _, seat = self.queue[0]
         word = self.word_of(seat)
         news = [f"{other}:{clue}" for other, clue in self.said[self.heard[seat] :] if other != seat]
         self.heard[seat] = len(self.said)
         system = (
-            f"You are player {seat} of {len(self.seats)}. Your word is {word}. Clues: {'/'.join(clues_of(word))}. "
-            "Give one that nobody gave. Then vote for the number of the player with another word."
+            f"You are player {seat} of {len(self.seats)}. Your word is {word}. One player has another word. "
+            f"Your clues: {'/'.join(clues_of(word))}. Give a clue, then vote for that player."
         )
-        observation = "\n".join([*news, f"{phase}?"])
+        observation = "\n".join([*news, "vote?" if self.is_vote else "clue?"])
         return {"seat": f"seat-{seat}", "agent": f"seat-{seat}", "system": system, "observation": observation}
-
-    def _given(self) -> set[str]:
-        return {clue for _, clue in self.said}
 
     def _end(self) -> End:
         counts = [sum(vote == seat for vote in self.votes.values()) for seat in self.seats]

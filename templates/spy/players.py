@@ -10,7 +10,9 @@ from typing import Protocol
 class Vote(Protocol):
     """Whom to vote for."""
 
-    def __call__(self, seat: int, clues: Collection[str], said: Sequence[tuple[int, str]], luck: Sequence[int]) -> int:
+    def __call__(
+        self, seat: int, clues: Collection[str], said: Sequence[tuple[int, str]], luck: Sequence[int], /
+    ) -> int:
         """Another seat. `clues` fit one's own word, `luck` is a random order of all seats."""
         ...
 
@@ -18,8 +20,8 @@ class Vote(Protocol):
 class Clue(Protocol):
     """What to say."""
 
-    def __call__(self, luck: Sequence[str], given: Collection[str]) -> str:
-        """A clue out of `luck`, one's own clues in a random order, that is not in `given`, if there is one."""
+    def __call__(self, luck: Sequence[str]) -> str:
+        """A clue out of `luck`, one's own clues in a random order."""
         ...
 
 
@@ -31,12 +33,12 @@ class Player:
     vote: Vote
 
 
-def say_any(luck: Sequence[str], given: Collection[str]) -> str:
-    """Any clue that nobody gave."""
-    return next((clue for clue in luck if clue not in given), luck[0])
+def say_any(luck: Sequence[str]) -> str:
+    """Any of one's clues."""
+    return luck[0]
 
 
-def vote_for_any(seat: int, clues: Collection[str], said: Sequence[tuple[int, str]], luck: Sequence[int]) -> int:
+def vote_for_any(seat: int, _clues: Collection[str], _said: Sequence[tuple[int, str]], luck: Sequence[int]) -> int:
     """Anyone else."""
     return next(other for other in luck if other != seat)
 

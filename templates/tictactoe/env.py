@@ -1,7 +1,7 @@
 """Tic-tac-toe: the policy against a scripted opponent, on a square board.
 
-Everything that chance decides is drawn at `reset`, so the episodes of one seed meet the same opponent with the same luck.
-A reply that is no free cell loses the game at once and costs more than losing: see rewards.py.
+Everything that chance decides is drawn at `reset`, so the episodes of one seed meet the same opponent with the same
+luck. A reply that is no free cell loses the game at once and costs more than losing: see rewards.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from . import players, rewards
 AGENT = "player"
 FREE, MINE, THEIRS = ".", "X", "O"
 NUM_DECKS = 4
-"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained on."""
+"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained
+on.
+"""
 MAX_DEALS = 1000
 """Rules under which a deck is empty, for there are only a few different games, share what there is."""
 MAX_NOTED = 80

@@ -8,7 +8,7 @@ FREE = "."
 
 
 def play_random(
-    cells: Sequence[str], mine: str, theirs: str, lines: Sequence[tuple[int, ...]], luck: Iterable[int]
+    cells: Sequence[str], _mine: str, _theirs: str, _lines: Sequence[tuple[int, ...]], luck: Iterable[int]
 ) -> int:
     """The first free cell of a random order."""
     return next(cell for cell in luck if cells[cell] == FREE)

@@ -9,6 +9,8 @@ NAME = "tictactoe"
 VERSION = "1"
 TITLE = "Tic-tac-toe"
 START_WEIGHTS = "nano-tictactoe"
+WARM_UP_SHARE = 0.3
+"""Share of scripted play in the games that start weights are cloned from; the rest is random legal play."""
 
 KNOBS: dict[str, dict[str, Any]] = {
     "size": {
@@ -80,11 +82,14 @@ EXAMPLES = (
 
 def summary(rules: Mapping[str, Any]) -> str:
     """The game under these rules, in a sentence."""
-    opponent = {"random": "an opponent that moves at random", "scripted": "an opponent that wins and blocks when it can"}
+    opponent = {
+        "random": "an opponent that moves at random",
+        "scripted": "an opponent that wins and blocks when it can",
+    }
     size, win_length = rules["size"], rules["win_length"]
     return f"Tic-tac-toe on a {size}x{size} board, {win_length} in a row win, against {opponent[rules['opponent']]}."
 
 
-def agents(rules: Mapping[str, Any]) -> tuple[str, ...]:
+def agents(_rules: Mapping[str, Any]) -> tuple[str, ...]:
     """Every agent that the policy may play, one reward each."""
     return ("player",)

@@ -1,0 +1,169 @@
+"""The process that games run in: JSON lines in, JSON lines out, and nothing of the machine beyond them.
+
+Run as a script, `python -I -S -B envhost.py PROJECT LIMITS`, by `vibe.envs`. Standard library only, for the
+interpreter sees no packages. Limits are set before the game is imported; what the game prints goes to standard error,
+never into the protocol.
+
+    {"id": 1, "op": "reset", "env": "e1", "rules": {...}, "seed": 7}    ->  {"id": 1, "ok": {...}}
+                                                                        or  {"id": 1, "error": {"code": ..., "message":
+                                                                        ...}}
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import Any, BinaryIO
+
+try:
+    import resource
+except ImportError:  # not a Unix; the parent's wall clock still ends an endless game
+    resource = None  # type: ignore[assignment]
+
+MAX_REPLY_BYTES = 1_000_000
+MAX_MESSAGE = 2000
+"""Characters of an error message."""
+
+
+class RequestError(Exception):
+    """A request that is answered with an error; the process goes on."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def limit(limits: dict[str, int]) -> list[str]:
+    """Set the limits that hold for the whole life of the process; returns the names of those that this system has."""
+    if resource is None:
+        return []
+    done = []
+    for name, value in (
+        ("RLIMIT_AS", limits["memory_bytes"]),
+        ("RLIMIT_FSIZE", limits["file_bytes"]),
+        ("RLIMIT_NOFILE", limits["open_files"]),
+        ("RLIMIT_CORE", 0),
+    ):
+        which = getattr(resource, name, None)
+        if which is None:
+            continue
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        try:
+            resource.setrlimit(which, (value, value))
+        except (OSError, ValueError):  # macOS knows RLIMIT_AS but may refuse it
+            continue
+        done.append(name)
+    return done
+
+
+def allow_cpu(seconds: int) -> None:
+    """Let the next request use this much processor time; the kernel ends the process that takes more."""
+    if resource is None:
+        return
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def load(project: str) -> Any:
+    """The `Game` class of a project; its flat files are imported as the package `game`."""
+    package = ModuleType("game")
+    package.__path__ = [project]
+    sys.modules["game"] = package
+    return importlib.import_module("game.env").Game
+
+
+class Host:
+    """The games of one process, by the name the parent gave them."""
+
+    def __init__(self, project: str) -> None:
+        self.project = project
+        self.make: Any = None
+        self.games: dict[str, Any] = {}
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        """Do what a request asks.
+
+        Raises:
+            RequestError: it asks for something that is not there.
+        """
+        name, op = request.get("env"), request.get("op")
+        if not isinstance(name, str):
+            raise RequestError("bad_request", f"env is {name!r}, it must be a string")
+        if op == "reset":
+            return self._reset(name, request)
+        game = self.games.get(name)
+        if game is None:
+            raise RequestError("unknown_env", f"there is no env {name!r}; reset it first")
+        match op:
+            case "step":
+                return game.step(request["text"])
+            case "legal":
+                return game.legal()
+            case "suggest":
+                return game.suggest(request["player"])
+            case "snapshot":
+                return game.snapshot()
+            case "close":
+                del self.games[name]
+                return {}
+        raise RequestError("bad_request", f"op is {op!r}, known are reset, legal, step, suggest, snapshot, close")
+
+    def _reset(self, name: str, request: dict[str, Any]) -> Any:
+        if self.make is None:
+            self.make = load(self.project)
+        if name not in self.games:
+            try:
+                self.games[name] = self.make(**request["rules"])
+            except (TypeError, ValueError) as error:
+                raise RequestError("bad_rules", str(error)) from error
+        return self.games[name].reset(request["seed"])
+
+
+def respond(host: Host, line: bytes) -> bytes:
+    """One line of reply to one line of request, without the newline."""
+    request: Any = None
+    try:
+        request = json.loads(line)
+        ok = host.answer(request)
+        reply = json.dumps({"id": request.get("id"), "ok": ok}, allow_nan=False).encode()
+        if len(reply) > MAX_REPLY_BYTES:
+            raise RequestError("too_large", f"the reply has {len(reply)} bytes, the limit is {MAX_REPLY_BYTES}")
+        return reply
+    except RequestError as error:
+        fault = {"code": error.code, "message": str(error)[:MAX_MESSAGE]}
+    except Exception:  # noqa: BLE001  a game is somebody else's code: whatever it raises is its reply, with its place
+        fault = {"code": "game_error", "message": traceback.format_exc(limit=-3)[-MAX_MESSAGE:]}
+    return json.dumps({"id": request.get("id") if isinstance(request, dict) else None, "error": fault}).encode()
+
+
+def serve(host: Host, requests: BinaryIO, replies: BinaryIO, cpu_seconds: int) -> None:
+    """Answer until the requests end."""
+    for line in requests:
+        allow_cpu(cpu_seconds)
+        replies.write(respond(host, line) + b"\n")
+        replies.flush()
+
+
+def main() -> None:
+    """Keep the protocol's pipes to ourselves, set the limits, serve."""
+    project, limits = sys.argv[1], json.loads(sys.argv[2])
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the game prints
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    replies.write(json.dumps({"hello": limit(limits)}).encode() + b"\n")
+    replies.flush()
+    serve(Host(project), requests, replies, limits["cpu_seconds"])
+
+
+if __name__ == "__main__":
+    main()
