@@ -95,10 +95,8 @@ class OfflineBrain:
             template=template.name,
             template_version=template.version,
             rules=rules,
-            unused=tuple(
-                sorted(
-                    (*unread, *refused, *_not_understood(sentences, template, accepted)), key=lambda note: note.sentence
-                )
+            unused=_in_order(
+                *unread, *refused, *_otherwise(sentences, template), *_not_understood(sentences, template, accepted)
             ),
             assumptions=tuple(
                 f"{knob.name} = {knob.default}: {knob.meaning}"
@@ -166,7 +164,7 @@ def choose(sentences: Sequence[str]) -> Template:
         return best
     if not words_of(text):
         reason = "the description says nothing"
-    elif others and scores[best.name] > 0:
+    elif others:
         reason = f"the description names {others[0]}, which is another game; the nearest template is {best.name}"
     elif scores[best.name] >= MIN_SCORE and lead < MIN_LEAD:
         reason = f"the description could mean {best.name} or {second.name}; leave out what speaks for the other"
@@ -395,3 +393,15 @@ def _not_understood(sentences: Sequence[str], template: Template, accepted: Sequ
     for index, sentence in enumerate(sentences):
         if index not in used and not hits(sentence, template.keywords):
             yield Unused(sentence=index, text=sentence, reason=f"nothing in {template.name} does this")
+
+
+def _otherwise(sentences: Sequence[str], template: Template) -> Iterator[Unused]:
+    """What was asked for and is otherwise in this game."""
+    for index, sentence in enumerate(sentences):
+        for pattern, instead in template.otherwise.items():
+            for found in re.finditer(rf"\b(?:{pattern})\b", sentence, re.IGNORECASE):
+                yield Unused(sentence=index, text=found[0], reason=instead)
+
+
+def _in_order(*notes: Unused) -> tuple[Unused, ...]:
+    return tuple(sorted(notes, key=lambda note: note.sentence))

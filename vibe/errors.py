@@ -5,6 +5,9 @@ The message is for the person who typed the command: the value, the limit, the w
 
 from __future__ import annotations
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells count it: 128 and the signal's number."""
+
 
 class VibeError(Exception):
     """Base of what vibe raises on purpose; the command prints it and ends with `exit_code`."""
@@ -34,6 +37,22 @@ class ProjectError(UsageError):
 class TooSmallError(VibeError):
     """The start policy gives a group nothing to compare, so training could not move it."""
 
+    exit_code = 3
+
 
 class SwarmFailedError(VibeError):
     """The engine can't be reached, does not come up, or fails again after a new start."""
+
+
+class TrainingFailedError(VibeError):
+    """The project's training ended with an error."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class StoppedError(VibeError):
+    """The user, or whoever runs the machine, asked it to stop, and it did."""
+
+    exit_code = INTERRUPTED

@@ -77,6 +77,8 @@ class Template:
     knobs: tuple[Knob, ...]
     keywords: Mapping[str, float]
     """Phrases in lower case that speak for this game, and how strongly."""
+    otherwise: Mapping[str, str]
+    """Patterns for what people may ask of this game and it does otherwise, with what it does."""
     examples: tuple[str, ...]
     """Descriptions that mean it."""
     start_weights: str
@@ -170,6 +172,7 @@ def load(name: str) -> Template:
         package=package,
         knobs=tuple(_knob(knob, about.KNOBS[knob]) for knob in about.KNOBS),
         keywords=dict(about.KEYWORDS),
+        otherwise=dict(about.OTHERWISE),
         examples=tuple(about.EXAMPLES),
         start_weights=about.START_WEIGHTS,
         warm_up_share=about.WARM_UP_SHARE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +15,8 @@ from vibe.errors import ProjectError, UsageError
 from vibe.spec import Frozen, GameSpec, RuleValue
 
 SPEC_FILE = "spec.json"
+RESULTS_FILE = "results.json"
+"""In a run's folder, once the run is over."""
 POLICY = "policy"
 """Name of the one policy that a project trains."""
 
@@ -100,6 +103,21 @@ def game_of(template: str, **rules: RuleValue) -> GameSpec:
     """
     about = library.load(template)
     return GameSpec(title=about.title, template=about.name, template_version=about.version, rules=about.rules(**rules))
+
+
+def parse_changes(texts: Sequence[str]) -> dict[str, str]:
+    """`PATH=VALUE` texts of a command line as what `ProjectSpec.with_settings` takes.
+
+    Raises:
+        UsageError: one holds no `=`.
+    """
+    changes: dict[str, str] = {}
+    for text in texts:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set takes PATH=VALUE, it got {text!r}; for example --set trainer.group_size=4")
+        changes[path.strip()] = value.strip()
+    return changes
 
 
 def first_problem(error: ValidationError) -> str:

@@ -74,6 +74,13 @@ KEYWORDS = {
 }
 """Phrases in lower case that speak for this game, and how strongly."""
 
+OTHERWISE = {
+    r"slip(?:s|pery|ping)?|slid(?:e|es|ing)": "here a step goes where it is told",
+    r"diagonal(?:ly|s)?": "here steps go up, down, left or right",
+    r"enem(?:y|ies)|monsters?|keys?|doors?|walls?": "here the grid holds a goal and holes, nothing else",
+}
+"""Patterns for what people may ask of this game and it does otherwise, with what it does."""
+
 EXAMPLES = (
     "A robot walks across a 3x3 grid to the goal and must not step into holes.",
     "Walk over a frozen lake of four by four cells to the goal; avoid the holes.",

@@ -98,6 +98,12 @@ KEYWORDS = {
 }
 """Phrases in lower case that speak for this game, and how strongly."""
 
+OTHERWISE = {
+    r"last (?:\w+ )?loses|loses? .*\blast\b|mis[eè]re": "here whoever takes the last stone wins",
+    r"(?:heaps|piles)": "here there is one heap",
+}
+"""Patterns for what people may ask of this game and it does otherwise, with what it does."""
+
 EXAMPLES = (
     "Nim with a heap of 15 stones, taking the last stone wins.",
     "Take turns removing one to three matchsticks from a pile; whoever takes the last one wins.",

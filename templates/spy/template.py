@@ -65,6 +65,13 @@ KEYWORDS = {
 }
 """Phrases in lower case that speak for this game, and how strongly."""
 
+OTHERWISE = {
+    r"spies|impostors|undercovers": "here one player is the spy",
+    r"spy (?:knows|is told)": "here nobody is told who has the other word",
+    r"eliminated players?|until (?:one|two|only) .*\b(?:left|remain)": "here the game ends with the vote",
+}
+"""Patterns for what people may ask of this game and it does otherwise, with what it does."""
+
 EXAMPLES = (
     "Who is the spy: four players get a word, one of them a similar one; everyone describes it, then all vote.",
     "Undercover with five people: one has a slightly different word; after two rounds of clues they vote.",

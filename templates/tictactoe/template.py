@@ -73,6 +73,12 @@ KEYWORDS = {
 }
 """Phrases in lower case that speak for this game, and how strongly."""
 
+OTHERWISE = {
+    r"3-?d|three[- ]dimensional": "here the board is flat",
+    r"row loses|mis[eè]re": "here a row wins",
+}
+"""Patterns for what people may ask of this game and it does otherwise, with what it does."""
+
 EXAMPLES = (
     "Play tic-tac-toe against a random opponent.",
     "Noughts and crosses on a four by four board, four in a row wins, the opponent blocks.",

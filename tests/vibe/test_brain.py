@@ -197,3 +197,22 @@ def test_a_spec_refuses_fields_it_does_not_know() -> None:
     spec = OfflineBrain().read(ISSUE_SENTENCE)
     with pytest.raises(ValueError, match="extra"):
         GameSpec.model_validate({**spec.model_dump(), "mood": "cheerful"})
+
+
+@pytest.mark.parametrize(
+    ("description", "asked", "instead"),
+    [
+        ("Nim with 15 stones; whoever takes the last stone loses.", "last stone loses", "last stone wins"),
+        ("Nim with three heaps.", "heaps", "one heap"),
+        (
+            "A robot walks over slippery ice on a frozen lake to the goal, avoiding holes.",
+            "slippery",
+            "where it is told",
+        ),
+        ("Who is the spy with two spies; all describe and vote.", "spies", "one player is the spy"),
+        ("Tic-tac-toe in 3D, three in a row wins.", "3D", "flat"),
+    ],
+)
+def test_what_the_game_does_otherwise_is_said(description: str, asked: str, instead: str) -> None:
+    notes = OfflineBrain().read(description).unused
+    assert any(note.text == asked and instead in note.reason for note in notes), notes

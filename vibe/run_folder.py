@@ -1,0 +1,67 @@
+"""The folder of one run: one training at a time works in it, and a finished one is left as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from vibe.errors import UsageError
+from vibe.project import RESULTS_FILE
+
+LOCK_FILE = "run.lock"
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold a run's folder while the block runs; the system lets go of it when the process ends, however it ends.
+
+    Raises:
+        UsageError: another training holds it, it is finished, or it can't be made.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"the run's folder {run_dir} can't be used ({error.strerror}); name another: --run-dir"
+        ) from error
+    try:
+        if not _take(handle):
+            owner = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise UsageError(
+                f"another training (process {owner}) works in {run_dir}; wait for it, or name another folder: --run-dir"
+            )
+        if (run_dir / RESULTS_FILE).exists():
+            raise UsageError(
+                f"the run in {run_dir} is finished, see {RESULTS_FILE} there; name another folder: --run-dir"
+            )
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def refuse_if_taken(run_dir: Path) -> None:
+    """Raise what `locked` would."""
+    with locked(run_dir):
+        pass
+
+
+def _take(handle: int) -> bool:
+    """Lock a file for this process alone, or say that somebody else has."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        lock, failed = (lambda: msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)), OSError  # type: ignore[attr-defined]
+    else:
+        lock, failed = (lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)), BlockingIOError
+    try:
+        lock()
+    except failed:
+        return False
+    return True
