@@ -51,7 +51,7 @@ def load_policy(path: Path | str, dtype: torch.dtype = torch.float32) -> LoadedP
     config_json = _read_json(folder / "config.json")
     with torch.device("cpu"):
         model = Decoder(DecoderConfig.from_json(config_json)).to(dtype)
-    model.load_weights(_read_tensors(path))
+    model.load_weights(read_tensors(path))
     return LoadedPolicy(model, config_json, folder, _end_ids(folder, config_json))
 
 
@@ -81,7 +81,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The weights of a folder, in one file or in shards, or those of one file.
+
+    Raises:
+        ModelError: a file is missing or broken.
+    """
     if path.is_file():
         files = [path]
     elif (path / "model.safetensors.index.json").is_file():

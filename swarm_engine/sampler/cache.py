@@ -28,6 +28,9 @@ PARKED_PER_SLOT = 3
 PARKED_BYTES = 256 << 20
 """Memory the parked rows may take."""
 
+ALIGNMENT = 64
+"""Bytes; what torch's own allocator gives."""
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -180,6 +183,10 @@ class KeyValueCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose memory the system hands out when it is written: torch.zeros would touch all of it.
 
-    Zeros they must be: a masked position still multiplies its value by 0, and 0 times NaN is NaN.
+    Zeros they must be: a masked position still multiplies its value by 0, and 0 times NaN is NaN. Aligned, for the
+    last bit of a matrix product may depend on it.
     """
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)

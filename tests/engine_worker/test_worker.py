@@ -1,0 +1,193 @@
+"""The worker as a process: what it answers, what it repeats, and how it ends."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from episodes import conversations
+from worker_process import WorkerProcess
+
+from swarm_engine import worker
+from swarm_engine.models.loading import LoadedPolicy, load_policy
+from swarm_engine.protocol import (
+    Boot,
+    Booted,
+    Cancel,
+    Export,
+    Failed,
+    Finished,
+    Generate,
+    Rejected,
+    Sampled,
+    Save,
+    Saved,
+    Stop,
+    Update,
+    Updated,
+)
+from swarm_engine.types import BatchRecord, FinishReason, SamplingParams
+from swarm_engine.worker import WorkerError, check_agreement
+
+
+def update(step: int) -> Update:
+    batch = conversations(step)
+    return Update(BatchRecord(step, tuple(episode.episode_id for episode in batch), step), tuple(batch))
+
+
+def weights_of(folder: str | Path) -> str:
+    return hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_conversation_with_the_worker(tiny_dir: Path, tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path) as front:
+        booted = front.boot(tiny_dir.parent, tmp_path / "checkpoints", "tiny")
+        (policy,) = booted.policies
+        assert (booted.step, policy.name, policy.version, policy.trainable) == (0, "policy", 0, True)
+        assert (policy.end_ids, policy.max_context) == ((2,), 512)
+        assert (Path(policy.tokenizer_dir) / "chat_template.jinja").is_file()
+
+        front.send(Generate("a", "policy", (5, 6, 7), SamplingParams(4, seed=1, stop_ids=()), is_streamed=False))
+        sampled = front.receive(Sampled)
+        assert (sampled.request_id, len(sampled.token_ids), sampled.policy_version) == ("a", 4, 0)
+        assert all(logprob < 0 for logprob in sampled.logprobs)
+        assert front.receive(Finished) == Finished("a", FinishReason.LENGTH)
+
+        front.send(Generate("b", "other", (5,), SamplingParams(4)), Generate("c", "policy", (), SamplingParams(4)))
+        assert "no policy 'other' here" in front.receive(Rejected).message
+        assert "prompt is empty" in front.receive(Rejected).message
+
+        front.send(update(1))
+        updated = front.receive(Updated)
+        assert (updated.step, updated.drops, updated.metrics["skipped"]) == (1, {}, 0)
+        front.send(Generate("d", "policy", (5, 6, 7), SamplingParams(2, seed=1)))
+        assert front.receive(Sampled).policy_version == 1
+        assert front.receive(Sampled).policy_version == 1
+        front.receive(Finished)
+
+        front.send(Generate("e", "policy", (5,), SamplingParams(400)), Cancel("e"))
+        while isinstance(answer := front.receive(object), Sampled):
+            assert answer.request_id == "e"
+        assert answer == Finished("e", FinishReason.CANCELLED)
+
+        front.send(Save(), Export("policy", str(tmp_path / "out")), Export("policy", str(tmp_path / "out")))
+        saved, exported, refused = (front.receive(Saved) for _ in range(3))
+        assert saved == Saved(1, str(tmp_path / "checkpoints" / "step-000001"))
+        assert exported.error is None
+        assert weights_of(exported.path or "") == weights_of(saved.path or "")
+        assert "is there already" in (refused.error or "")
+        front.send(Stop())
+        assert front.process.wait(30) == 0
+
+
+def test_the_same_batches_give_the_same_weights_even_after_a_kill(tiny_dir: Path, tmp_path: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    with WorkerProcess(tmp_path) as front:
+        front.boot(tiny_dir.parent, straight, "tiny")
+        for step in (1, 2, 3, 4):
+            front.send(update(step))
+            front.receive(Updated)
+        front.send(Save())
+        expected = weights_of(front.receive(Saved).path or "")
+    with WorkerProcess(tmp_path) as front:
+        front.boot(tiny_dir.parent, broken, "tiny")
+        for step in (1, 2, 3):
+            front.send(update(step))
+            front.receive(Updated)
+            if step == 2:
+                front.send(Save())
+                front.receive(Saved)
+        front.send(update(4))
+        front.kill()
+    with WorkerProcess(tmp_path) as front:
+        booted = front.boot(tiny_dir.parent, broken, "tiny")
+        assert (booted.step, booted.policies[0].version) == (2, 2)
+        front.send(update(3), update(4), Save())
+        assert [front.receive(Updated).step for _ in (3, 4)] == [3, 4]
+        assert weights_of(front.receive(Saved).path or "") == expected
+
+
+def test_a_reply_goes_on_across_an_update_and_says_which_weights_sampled_each_token(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    with WorkerProcess(tmp_path) as front:
+        front.boot(tiny_dir.parent, tmp_path / "checkpoints", "tiny")
+        front.send(Generate("a", "policy", (5, 6, 7), SamplingParams(300, seed=1, temperature=0.9)))
+        front.receive(Sampled)
+        front.send(update(1))
+        versions: list[int] = [0]
+        answers = []
+        while not isinstance(answer := front.receive(object), Finished):
+            answers.append(answer)
+            if isinstance(answer, Sampled):
+                versions += [answer.policy_version] * len(answer.token_ids)
+        assert sum(isinstance(answer, Updated) for answer in answers) == 1
+        if len(versions) == 300:
+            assert versions == sorted(versions)
+            assert set(versions) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"policies": {"policy": {"model": "nowhere"}}}, "no model 'nowhere'"),
+        ({"policies": {"policy": {"model": "../x"}}}, "leads out of the model root"),
+        ({"trainer": {"lerning_rate": 1}}, "lerning_rate"),
+    ],
+)
+def test_a_boot_that_cannot_be_says_why_and_ends(
+    tiny_dir: Path, tmp_path: Path, config: dict[str, object], reason: str
+) -> None:
+    with WorkerProcess(tmp_path) as front:
+        front.send(Boot(config, str(tiny_dir.parent), str(tmp_path)))
+        assert reason in front.receive(Failed).reason
+        assert front.process.wait(30) == 1
+
+
+def test_a_batch_out_of_order_ends_the_worker(tiny_dir: Path, tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path) as front:
+        front.boot(tiny_dir.parent, tmp_path / "checkpoints", "tiny")
+        front.send(update(2))
+        assert "batch 2 was given to weights of step 0" in front.receive(Failed).reason
+
+
+@pytest.mark.parametrize("moment", ["before boot", "idle", "in an update"])
+def test_the_worker_ends_when_the_front_is_gone(tiny_dir: Path, tmp_path: Path, moment: str) -> None:
+    with WorkerProcess(tmp_path) as front:
+        if moment != "before boot":
+            front.boot(tiny_dir.parent, tmp_path / "checkpoints", "tiny")
+        if moment == "in an update":
+            front.send(update(1), update(2), update(3))
+        front.line.close()
+        assert front.process.wait(20) == 0
+
+
+def test_sampler_and_trainer_agree_and_it_is_noticed_when_they_do_not(
+    tiny: LoadedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_lockstep in (False, True):
+        check_agreement(tiny, is_lockstep)
+    with torch.no_grad():
+        tiny.model.norm.fill_(float("nan"))
+    with pytest.raises(WorkerError, match="weights are broken"):
+        check_agreement(tiny, False)
+    whole = worker.score
+
+    def half_a_thousandth_off(*arguments: object) -> object:
+        scores = whole(*arguments)  # type: ignore[arg-type]
+        return type(scores)(scores.logprobs_N + 5e-4, scores.entropies_N)
+
+    monkeypatch.setattr(worker, "score", half_a_thousandth_off)
+    with pytest.raises(WorkerError, match="differ by up to"):
+        check_agreement(load_policy(tiny.tokenizer_dir), False)
+
+
+def test_a_frozen_policy_is_served(tiny_dir: Path, tmp_path: Path) -> None:
+    with WorkerProcess(tmp_path) as front:
+        policies = {"policy": {"model": "tiny", "trainable": False}}
+        front.send(Boot({"policies": policies, "num_threads": 1}, str(tiny_dir.parent), str(tmp_path / "checkpoints")))
+        assert not front.receive(Booted).policies[0].trainable
+        front.send(update(1))
+        assert "is frozen" in front.receive(Failed).reason
