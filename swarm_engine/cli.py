@@ -1,0 +1,248 @@
+"""`swarm`: serve an engine, look at it, start and stop it.
+
+Every command takes `--json`. Commands that talk to a server find it by `--url` and `--token-file`, or in a run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from swarm_engine.client import SwarmClient
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Serve a swarm engine and look at it.")
+
+USAGE = 2
+FAILED = 1
+
+RunDir = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Folder of the server's state; $A3R_HOME/swarm where it is not given."),
+]
+Url = Annotated[str | None, typer.Option("--url", help="Address of a server; the run folder's where it is not given.")]
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", help="The server's token.json, or a file with a token.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def default_run_dir() -> Path:
+    """$A3R_HOME/swarm; A3R_HOME is .a3r in the current folder unless it is set."""
+    return Path(os.environ.get("A3R_HOME", ".a3r")) / "swarm"
+
+
+def give_up(message: str, code: int, as_json: bool = False) -> NoReturn:
+    """Say what is wrong and what to do, and end."""
+    if as_json:
+        print(json.dumps({"event": "error", "message": message}), flush=True)
+    print(f"swarm: {message}", file=sys.stderr, flush=True)
+    raise typer.Exit(code)
+
+
+def as_plain(value: Any) -> Any:
+    """A client's value as JSON takes it."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_json: bool) -> SwarmClient:
+    """A client of the server that the options name."""
+    from swarm_engine.client import SwarmClient
+
+    folder = run_dir or default_run_dir()
+    if url is None:
+        try:
+            url = json.loads((folder / "server.json").read_text(encoding="utf-8"))["url"]
+        except (OSError, ValueError, KeyError):
+            give_up(f"no server runs in {folder}; start one with `swarm serve --run-dir {folder}`", FAILED, as_json)
+    file = token_file or folder / "token.json"
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+        token = json.loads(text)["operator"] if text.startswith("{") else text
+    except (OSError, ValueError, KeyError):
+        give_up(f"{file} holds no token; name the server's with --token-file", FAILED, as_json)
+    return SwarmClient(str(url), token)
+
+
+def ask(
+    question: Callable[[SwarmClient], Any],
+    run_dir: Path | None,
+    url: str | None,
+    token_file: Path | None,
+    as_json: bool,
+) -> Any:
+    """Ask a server something; its errors become messages."""
+    from swarm_engine.client import SwarmError
+
+    with connect(run_dir, url, token_file, as_json) as client:
+        try:
+            return question(client)
+        except SwarmError as error:
+            give_up(str(error), FAILED, as_json)
+
+
+def read_config(file: Path | None) -> Any:
+    """An engine config from a JSON file."""
+    if file is None:
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        give_up(f"the config {file} can't be read ({error})", USAGE)
+
+
+@app.command()
+def serve(
+    run_dir: RunDir = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    config: Annotated[Path | None, typer.Option(help="Engine config as a JSON file, for --start.")] = None,
+    start: Annotated[bool, typer.Option("--start", help="Start the engine at once.")] = False,
+    exit_with_stdin: Annotated[
+        bool, typer.Option("--exit-with-stdin", help="End when the standard input closes.")
+    ] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option("--allow-host", help="Another name this server answers to.")
+    ] = None,
+    worker: Annotated[str | None, typer.Option(help="Another worker program; --socket ADDRESS is appended.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve an engine until Ctrl-C.
+
+    The first line on the standard output says where: {"event": "listening", "url": …, "token_file": …}.
+    """
+    import logging
+    import shlex
+
+    from pydantic import ValidationError
+
+    from swarm_engine.config import EngineConfig
+    from swarm_engine.errors import JournalError, RunDirError
+    from swarm_engine.server.serve import ServeOptions, run, worker_command_of
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    raw = read_config(config)
+    try:
+        parsed = None if raw is None else EngineConfig.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        give_up(f"the config {config} is not valid: {where}: {first['msg']}", USAGE, as_json)
+    options = ServeOptions(
+        run_dir=run_dir or default_run_dir(),
+        host=host,
+        port=port,
+        config=parsed,
+        is_started=start,
+        exits_with_stdin=exit_with_stdin,
+        allowed_hosts=tuple(allow_host or ()),
+        worker_command=worker_command_of(shlex.split(worker or "")),
+    )
+
+    def on_listening(about: dict[str, Any]) -> None:
+        print(json.dumps({"event": "listening", **about}), flush=True)
+
+    try:
+        run(options, on_listening)
+    except (RunDirError, JournalError) as error:
+        give_up(str(error), USAGE, as_json)
+
+
+@app.command()
+def status(run_dir: RunDir = None, url: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    """Print what an engine does now."""
+    found = ask(lambda client: client.status(), run_dir, url, token_file, as_json)
+    if as_json:
+        print(json.dumps(as_plain(found)))
+        return
+    from swarm_engine.watch import status_lines
+
+    print("\n".join(status_lines(found)))
+
+
+@app.command()
+def start(
+    run_dir: RunDir = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    config: Annotated[Path | None, typer.Option(help="Engine config as a JSON file; the last one without.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Start the engine of a server and wait until it takes episodes."""
+    raw = read_config(config)
+    found = ask(lambda client: client.start(raw, wait=True), run_dir, url, token_file, as_json)
+    print(json.dumps(as_plain(found)) if as_json else f"{found.state} at step {found.step}")
+
+
+@app.command()
+def stop(run_dir: RunDir = None, url: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    """Save a checkpoint and stop the engine; the server stays."""
+    found = ask(lambda client: client.stop(), run_dir, url, token_file, as_json)
+    print(json.dumps(as_plain(found)) if as_json else f"{found.state} at step {found.step}")
+
+
+@app.command()
+def export(
+    name: Annotated[str, typer.Argument(help="Folder to make under the run folder's exports/.")],
+    policy: Annotated[str, typer.Option(help="Policy to write.")] = "policy",
+    run_dir: RunDir = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Write a policy in the Hugging Face layout."""
+    path = ask(lambda client: client.export(policy, name), run_dir, url, token_file, as_json)
+    print(json.dumps({"event": "result", "path": path}) if as_json else path)
+
+
+@app.command()
+def timelines(
+    episode: Annotated[str, typer.Argument(help="Episode id.")],
+    merge: Annotated[str, typer.Option(help="none or token.")] = "none",
+    run_dir: RunDir = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Print an episode's contexts block by block."""
+    found = ask(lambda client: client.timelines(episode, merge=merge), run_dir, url, token_file, as_json)
+    if as_json:
+        print(json.dumps({"event": "result", "timelines": found}))
+        return
+    from swarm_engine.watch import timeline_lines
+
+    print("\n".join(timeline_lines(found)))
+
+
+@app.command()
+def watch(
+    run_dir: RunDir = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    after: Annotated[int, typer.Option(help="With --json: print events later than this number.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Follow an engine: a live table, or with --json its events, one a line."""
+    from swarm_engine.watch import print_events, watch_table
+
+    show = (lambda client: print_events(client, after)) if as_json else watch_table
+    try:
+        ask(show, run_dir, url, token_file, as_json)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def main() -> None:
+    """The command `swarm`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Clients of a swarm, sync and async, on httpx and dataclasses; importing them takes a moment, not a second.
+
+with SwarmClient(url, token) as client, client.episode("task-1") as episode:
+    reply = episode.chat([{"role": "user", "content": "Say yes."}])
+    episode.end(reward=float("yes" in reply.text))
+"""
+
+from swarm_engine.client.aio import AsyncSwarmClient, Episode
+from swarm_engine.client.errors import (
+    ClaimTimeoutError,
+    ContextLengthError,
+    EpisodeLostError,
+    EpisodeNotEndedError,
+    SwarmError,
+    SwarmProtocolError,
+    SwarmRequestError,
+    SwarmUnavailableError,
+)
+from swarm_engine.client.sync import SwarmClient, SyncEpisode
+from swarm_engine.client.wire import ChatReply, EpisodeResult, Event, PolicyStatus, PoolStatus, Status, Task
+
+__all__ = [
+    "AsyncSwarmClient",
+    "ChatReply",
+    "ClaimTimeoutError",
+    "ContextLengthError",
+    "Episode",
+    "EpisodeLostError",
+    "EpisodeNotEndedError",
+    "EpisodeResult",
+    "Event",
+    "PolicyStatus",
+    "PoolStatus",
+    "Status",
+    "SwarmClient",
+    "SwarmError",
+    "SwarmProtocolError",
+    "SwarmRequestError",
+    "SwarmUnavailableError",
+    "SyncEpisode",
+    "Task",
+]

@@ -1,0 +1,372 @@
+"""The async client: claims episodes, talks to the policy, ends episodes, drives a data set."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from swarm_engine.client import wire
+from swarm_engine.client.errors import (
+    ClaimTimeoutError,
+    EpisodeLostError,
+    EpisodeNotEndedError,
+    SwarmError,
+    SwarmRequestError,
+    SwarmUnavailableError,
+)
+from swarm_engine.types import EngineState, Mode, Outcome
+
+MAX_CONNECTIONS = 1024
+TIMEOUT = httpx.Timeout(connect=10.0, read=None, write=60.0, pool=None)
+"""Replies may take minutes on a small machine, and long polls and event streams are quiet by design."""
+STATUS_POLL_S = 0.05
+QUIET_SHARE = 1 / 3
+"""An episode that was quiet for this share of its lease gets a heartbeat."""
+
+Rollout = Callable[["Episode", wire.Task], Awaitable[None]]
+OnEpisode = Callable[[wire.EpisodeResult], None]
+
+
+class Episode:
+    """A claimed episode. Leaving its context without an end, or with an exception, aborts it."""
+
+    def __init__(self, client: AsyncSwarmClient, lease: wire.Lease) -> None:
+        self._client = client
+        self._lease = lease
+        self._auth = {"authorization": f"Bearer {lease.api_key}"}
+        self._last_sign = asyncio.get_running_loop().time()
+        self.result: wire.EpisodeResult | None = None
+        """How it ended; None before."""
+
+    @property
+    def episode_id(self) -> str:
+        """Its name on the server."""
+        return self._lease.episode_id
+
+    @property
+    def task_id(self) -> str:
+        """The task it is an attempt at."""
+        return self._lease.task_id
+
+    @property
+    def group_id(self) -> str:
+        """Episodes that share it are measured against each other."""
+        return self._lease.group_id
+
+    @property
+    def index(self) -> int:
+        """Its place in the group, from 0."""
+        return self._lease.index
+
+    @property
+    def base_url(self) -> str:
+        """For any OpenAI client; `/v1` may follow it."""
+        return self._lease.base_url
+
+    @property
+    def api_key(self) -> str:
+        """Opens `base_url`, and nothing else."""
+        return self._lease.api_key
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer step of the weights at its claim."""
+        return self._lease.policy_version
+
+    async def chat(
+        self,
+        messages: wire.Messages,
+        *,
+        agent: str | None = None,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> wire.ChatReply:
+        """Ask the policy.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for a reply.
+            EpisodeLostError: the episode is gone.
+            SwarmRequestError: the server refused the request.
+            SwarmUnavailableError: nobody answers.
+        """
+        url = wire.chat_url(self._lease.base_url, agent)
+        body = wire.chat_body(messages, temperature, max_tokens, seed, stop)
+        answer = wire.read_chat(await self._client._request("POST", url, body, self._auth))
+        self._last_sign = asyncio.get_running_loop().time()
+        return answer
+
+    async def end(
+        self, *, reward: wire.Reward, outcome: Outcome = Outcome.SUCCESS, metrics: Mapping[str, float] | None = None
+    ) -> wire.EpisodeResult:
+        """Give the episode its reward; returns once the server has it on disk.
+
+        Raises:
+            EpisodeLostError: the episode is gone.
+            SwarmRequestError: the reward makes no sense, or it has ended differently before.
+        """
+        body = wire.end_body(reward, outcome, metrics)
+        answer = await self._client._control("POST", f"/episodes/{self.episode_id}/end", body)
+        self.result = wire.EpisodeResult(
+            task_id=self.task_id,
+            group_id=self.group_id,
+            index=self.index,
+            episode_id=self.episode_id,
+            rewards=answer["rewards"],
+            outcome=Outcome(answer["outcome"]),
+            metrics=dict(metrics or {}),
+            policy_version=self.policy_version,
+        )
+        self._client._live.pop(self.episode_id, None)
+        return self.result
+
+    async def abort(self, reason: str = "") -> None:
+        """Give the episode up; its place goes to another claim. An episode that is gone already is fine."""
+        self._client._live.pop(self.episode_id, None)
+        with contextlib.suppress(EpisodeLostError):
+            await self._client._control("POST", f"/episodes/{self.episode_id}/abort", {"reason": reason[:500]})
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.result is not None:
+            return
+        reason = "left without an end" if kind is None else f"{kind.__name__}: {error}"
+        # An abort must reach the server even where this task is being cancelled, and must not hide what went wrong.
+        with contextlib.suppress(SwarmError):
+            await asyncio.shield(asyncio.ensure_future(self.abort(reason)))
+        if kind is None:
+            raise EpisodeNotEndedError(
+                f"episode {self.episode_id!r} of task {self.task_id!r} was left without a reward; call "
+                "end(reward=...), or end(reward=None) where it can't be judged"
+            )
+
+
+class AsyncSwarmClient:
+    """A client of one server. Use it as a context manager, or call `aclose`."""
+
+    def __init__(self, url: str, token: str, *, client_id: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.client_id = client_id or f"client-{uuid.uuid4().hex[:8]}"
+        self._auth = {"authorization": f"Bearer {token}"}
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
+        # Proxies of the environment are for the world outside; a swarm is reached directly.
+        self._http = httpx.AsyncClient(limits=limits, timeout=TIMEOUT, trust_env=False)
+        self._live: dict[str, Episode] = {}
+        self._beating: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.wait({self._beating})
+        await self._http.aclose()
+
+    async def _request(self, method: str, url: str, body: Any, headers: Mapping[str, str]) -> Any:
+        content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        try:
+            answer = await self._http.request(
+                method, url, content=content, headers={**headers, "content-type": "application/json"}
+            )
+        except httpx.TransportError as error:
+            raise SwarmUnavailableError(
+                f"no answer from {self.url} ({type(error).__name__}: {error}); is the swarm running?"
+            ) from error
+        return wire.read_answer(answer.status_code, answer.content)
+
+    async def _control(self, method: str, path: str, body: Any = None) -> Any:
+        return await self._request(method, f"{self.url}{wire.CONTROL}{path}", body, self._auth)
+
+    async def status(self) -> wire.Status:
+        """What the engine does now."""
+        return wire.read_status(await self._control("GET", "/status"))
+
+    async def start(self, config: Mapping[str, Any] | None = None, *, wait: bool = False) -> wire.Status:
+        """Start the engine; without a config it goes on with the run folder's last one.
+
+        Args:
+            wait: return when it takes episodes, not when it has begun to boot.
+
+        Raises:
+            SwarmUnavailableError: with `wait`, it failed while it came up.
+        """
+        status = wire.read_status(await self._control("POST", "/engine/start", config))
+        while wait and status.state is EngineState.BOOTING:
+            await asyncio.sleep(STATUS_POLL_S)
+            status = await self.status()
+        if wait and status.state is EngineState.FAILED:
+            raise SwarmUnavailableError(f"the engine failed while it started: {status.reason}")
+        return status
+
+    async def stop(self) -> wire.Status:
+        """Save and stop the engine; returns when it is off."""
+        return wire.read_status(await self._control("POST", "/engine/stop"))
+
+    async def checkpoint(self) -> str:
+        """Write a checkpoint now; returns its folder on the server."""
+        return wire.read_saved(await self._control("POST", "/checkpoints"))
+
+    async def export(self, policy: str, name: str) -> str:
+        """Write a policy in the Hugging Face layout; returns its folder on the server."""
+        return wire.read_saved(await self._control("POST", "/export", {"policy": policy, "name": name}))
+
+    async def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
+        """An episode's contexts, token by token."""
+        answer = await self._control("GET", f"/episodes/{episode_id}/timelines?merge={merge}")
+        found: list[dict[str, Any]] = answer["timelines"]
+        return found
+
+    async def events(self, after: int = 0, *, follow: bool = True) -> AsyncIterator[wire.Event]:
+        """The server's numbered events later than `after`, for ever, or with `follow=False` up to the newest one.
+
+        Raises:
+            SwarmUnavailableError: the server went away; go on later from the last event's number.
+        """
+        url = f"{self.url}{wire.CONTROL}/events?after={after}&follow={str(follow).lower()}"
+        reader = wire.EventReader()
+        try:
+            async with self._http.stream("GET", url, headers=self._auth) as answer:
+                if answer.status_code >= 400:
+                    wire.read_answer(answer.status_code, await answer.aread())
+                async for line in answer.aiter_lines():
+                    for event in reader.feed(line):
+                        yield event
+        except httpx.TransportError as error:
+            raise SwarmUnavailableError(f"the event stream of {self.url} broke off ({error})") from error
+
+    async def claim(
+        self,
+        task_id: str,
+        *,
+        mode: Mode = Mode.TRAIN,
+        group_id: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        wait_s: float | None = 20.0,
+    ) -> Episode:
+        """Claim an episode; `episode` does so for a `with` block.
+
+        Args:
+            wait_s: seconds to wait for one; None waits for ever.
+
+        Raises:
+            ClaimTimeoutError: none was free in time.
+            SwarmUnavailableError: the engine is off or failed.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = None if wait_s is None else clock() + wait_s
+        while True:
+            left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - clock())
+            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, min(left, wire.MAX_POLL_S))
+            lease = wire.read_claim(task_id, await self._control("POST", "/episodes", body))
+            if isinstance(lease, wire.Lease):
+                episode = Episode(self, lease)
+                self._live[lease.episode_id] = episode
+                if self._beating is None or self._beating.done():
+                    self._beating = asyncio.create_task(self._beat())
+                return episode
+            if deadline is not None and clock() >= deadline:
+                raise ClaimTimeoutError(task_id, lease, wait_s or 0.0)
+
+    @contextlib.asynccontextmanager
+    async def episode(
+        self,
+        task_id: str,
+        *,
+        mode: Mode = Mode.TRAIN,
+        group_id: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        wait_s: float | None = 20.0,
+    ) -> AsyncIterator[Episode]:
+        """An episode for a `with` block, which must end it; see `claim`."""
+        async with await self.claim(task_id, mode=mode, group_id=group_id, tags=tags, wait_s=wait_s) as episode:
+            yield episode
+
+    async def _beat(self) -> None:
+        """Renew the leases of quiet episodes while there are any."""
+        clock = asyncio.get_running_loop().time
+        while self._live:
+            await asyncio.sleep(min(episode._lease.lease_s for episode in self._live.values()) * QUIET_SHARE / 2)
+            for episode in list(self._live.values()):
+                if clock() - episode._last_sign < episode._lease.lease_s * QUIET_SHARE:
+                    continue
+                try:
+                    await self._control("POST", f"/episodes/{episode.episode_id}/heartbeat")
+                    episode._last_sign = clock()
+                except SwarmRequestError:
+                    # It is gone; whoever works on it learns so from its next call.
+                    self._live.pop(episode.episode_id, None)
+                except SwarmUnavailableError:
+                    # The next beat tries again; the lease decides.
+                    continue
+
+    async def run(
+        self,
+        tasks: Sequence[wire.Task],
+        rollout: Rollout,
+        *,
+        group_size: int,
+        concurrency: int,
+        mode: Mode = Mode.TRAIN,
+        tags: Mapping[str, str] | None = None,
+        on_episode: OnEpisode | None = None,
+    ) -> list[wire.EpisodeResult]:
+        """Play every task `group_size` times, up to `concurrency` episodes side by side.
+
+        Claims go out in the order of the tasks, so a lockstep run repeats itself. An episode that is lost is played
+        again; any other exception of a rollout ends the run after the others were aborted.
+
+        Returns:
+            One result an episode, in the order of tasks and places.
+        """
+        results: dict[int, wire.EpisodeResult] = {}
+        free = asyncio.Semaphore(concurrency)
+
+        async def play(number: int, task: wire.Task, episode: Episode | None) -> None:
+            try:
+                while number not in results:
+                    episode = episode or await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
+                    try:
+                        async with episode:
+                            await rollout(episode, task)
+                    except EpisodeLostError:
+                        episode = None
+                        continue
+                    assert episode.result is not None
+                    results[number] = episode.result
+                    if on_episode is not None:
+                        on_episode(episode.result)
+            finally:
+                free.release()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, task in wire.places(tasks, group_size):
+                    await free.acquire()
+                    episode = await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
+                    group.create_task(play(number, task, episode))
+        except BaseExceptionGroup as errors:
+            raise first_of(errors) from None
+        return [results[number] for number in sorted(results)]
+
+
+def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first single exception of a group; the others were called off because of it."""
+    first = errors.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,62 @@
+"""What can go wrong between a client and a swarm.
+
+SwarmError
+├── SwarmUnavailableError      nobody answers, or the engine is off or failed
+├── SwarmRequestError          the server refused a request: code, message, hint
+│   ├── ContextLengthError     the prompt leaves no room for a reply; end the episode as truncated
+│   └── EpisodeLostError       the episode is gone; claim its task again
+├── ClaimTimeoutError          no episode was free in time; `reason` says why
+├── EpisodeNotEndedError       a rollout left its episode without `end`
+└── SwarmProtocolError         the answer is not one of a swarm's
+"""
+
+from __future__ import annotations
+
+from swarm_engine.types import ClaimReason
+
+
+class SwarmError(Exception):
+    """Base of every error of the client."""
+
+
+class SwarmUnavailableError(SwarmError):
+    """Nobody answers at the address, or the engine behind it is off or failed."""
+
+
+class SwarmRequestError(SwarmError):
+    """The server refused a request."""
+
+    def __init__(self, status: int, code: str, message: str, hint: str = "") -> None:
+        super().__init__(f"{message}; {hint}" if hint else message)
+        self.status = status
+        """HTTP status."""
+        self.code = code
+        """The server's name for the problem."""
+        self.hint = hint
+
+
+class ContextLengthError(SwarmRequestError):
+    """The prompt leaves no room for a reply; end the episode as truncated."""
+
+
+class EpisodeLostError(SwarmRequestError):
+    """The episode is gone: its lease or time ran out, or the engine went down. Claim its task again."""
+
+
+class ClaimTimeoutError(SwarmError):
+    """No episode was free in time."""
+
+    def __init__(self, task_id: str, reason: ClaimReason, wait_s: float) -> None:
+        super().__init__(
+            f"no episode of task {task_id!r} was free within {wait_s:g} s ({reason}); claim again, or wait longer"
+        )
+        self.reason = reason
+        """What the server was doing."""
+
+
+class EpisodeNotEndedError(SwarmError):
+    """A rollout left its episode without a reward, so it was aborted."""
+
+
+class SwarmProtocolError(SwarmError):
+    """The answer is not one of a swarm's; is the address right?"""

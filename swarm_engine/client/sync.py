@@ -1,0 +1,307 @@
+"""The sync client: the same words as `aio`, on threads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from swarm_engine.client import wire
+from swarm_engine.client.aio import MAX_CONNECTIONS, QUIET_SHARE, STATUS_POLL_S, TIMEOUT, OnEpisode
+from swarm_engine.client.errors import (
+    ClaimTimeoutError,
+    EpisodeLostError,
+    EpisodeNotEndedError,
+    SwarmError,
+    SwarmRequestError,
+    SwarmUnavailableError,
+)
+from swarm_engine.types import EngineState, Mode, Outcome
+
+SyncRollout = Callable[["SyncEpisode", wire.Task], None]
+
+
+class SyncEpisode:
+    """A claimed episode. Leaving its context without an end, or with an exception, aborts it."""
+
+    def __init__(self, client: SwarmClient, lease: wire.Lease) -> None:
+        self._client = client
+        self._lease = lease
+        self._auth = {"authorization": f"Bearer {lease.api_key}"}
+        self._last_sign = time.monotonic()
+        self.episode_id = lease.episode_id
+        self.task_id = lease.task_id
+        self.group_id = lease.group_id
+        self.index = lease.index
+        self.base_url = lease.base_url
+        """For any OpenAI client; `/v1` may follow it."""
+        self.api_key = lease.api_key
+        self.policy_version = lease.policy_version
+        self.result: wire.EpisodeResult | None = None
+        """How it ended; None before."""
+
+    def chat(
+        self,
+        messages: wire.Messages,
+        *,
+        agent: str | None = None,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> wire.ChatReply:
+        """Ask the policy; errors as in the async client."""
+        url = wire.chat_url(self.base_url, agent)
+        body = wire.chat_body(messages, temperature, max_tokens, seed, stop)
+        answer = wire.read_chat(self._client._request("POST", url, body, self._auth))
+        self._last_sign = time.monotonic()
+        return answer
+
+    def end(
+        self, *, reward: wire.Reward, outcome: Outcome = Outcome.SUCCESS, metrics: Mapping[str, float] | None = None
+    ) -> wire.EpisodeResult:
+        """Give the episode its reward; returns once the server has it on disk."""
+        body = wire.end_body(reward, outcome, metrics)
+        answer = self._client._control("POST", f"/episodes/{self.episode_id}/end", body)
+        self.result = wire.EpisodeResult(
+            task_id=self.task_id,
+            group_id=self.group_id,
+            index=self.index,
+            episode_id=self.episode_id,
+            rewards=answer["rewards"],
+            outcome=Outcome(answer["outcome"]),
+            metrics=dict(metrics or {}),
+            policy_version=self.policy_version,
+        )
+        self._client._live.pop(self.episode_id, None)
+        return self.result
+
+    def abort(self, reason: str = "") -> None:
+        """Give the episode up; its place goes to another claim. An episode that is gone already is fine."""
+        self._client._live.pop(self.episode_id, None)
+        with contextlib.suppress(EpisodeLostError):
+            self._client._control("POST", f"/episodes/{self.episode_id}/abort", {"reason": reason[:500]})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.result is not None:
+            return
+        reason = "left without an end" if kind is None else f"{kind.__name__}: {error}"
+        # What went wrong in the block matters more than an abort that can't be delivered; the lease runs out anyway.
+        with contextlib.suppress(SwarmError):
+            self.abort(reason)
+        if kind is None:
+            raise EpisodeNotEndedError(
+                f"episode {self.episode_id!r} of task {self.task_id!r} was left without a reward; call "
+                "end(reward=...), or end(reward=None) where it can't be judged"
+            )
+
+
+class SwarmClient:
+    """A client of one server. Use it as a context manager, or call `close`."""
+
+    def __init__(self, url: str, token: str, *, client_id: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.client_id = client_id or f"client-{uuid.uuid4().hex[:8]}"
+        self._auth = {"authorization": f"Bearer {token}"}
+        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
+        self._http = httpx.Client(limits=limits, timeout=TIMEOUT, trust_env=False)
+        self._live: dict[str, SyncEpisode] = {}
+        self._claiming = threading.Lock()
+        self._closing = threading.Event()
+        self._beating: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._closing.set()
+        if self._beating is not None:
+            self._beating.join()
+        self._http.close()
+
+    def _request(self, method: str, url: str, body: Any, headers: Mapping[str, str]) -> Any:
+        content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        try:
+            answer = self._http.request(
+                method, url, content=content, headers={**headers, "content-type": "application/json"}
+            )
+        except httpx.TransportError as error:
+            raise SwarmUnavailableError(
+                f"no answer from {self.url} ({type(error).__name__}: {error}); is the swarm running?"
+            ) from error
+        return wire.read_answer(answer.status_code, answer.content)
+
+    def _control(self, method: str, path: str, body: Any = None) -> Any:
+        return self._request(method, f"{self.url}{wire.CONTROL}{path}", body, self._auth)
+
+    def status(self) -> wire.Status:
+        """What the engine does now."""
+        return wire.read_status(self._control("GET", "/status"))
+
+    def start(self, config: Mapping[str, Any] | None = None, *, wait: bool = False) -> wire.Status:
+        """Start the engine; with `wait` returns when it takes episodes. See the async client."""
+        status = wire.read_status(self._control("POST", "/engine/start", config))
+        while wait and status.state is EngineState.BOOTING:
+            time.sleep(STATUS_POLL_S)
+            status = self.status()
+        if wait and status.state is EngineState.FAILED:
+            raise SwarmUnavailableError(f"the engine failed while it started: {status.reason}")
+        return status
+
+    def stop(self) -> wire.Status:
+        """Save and stop the engine; returns when it is off."""
+        return wire.read_status(self._control("POST", "/engine/stop"))
+
+    def checkpoint(self) -> str:
+        """Write a checkpoint now; returns its folder on the server."""
+        return wire.read_saved(self._control("POST", "/checkpoints"))
+
+    def export(self, policy: str, name: str) -> str:
+        """Write a policy in the Hugging Face layout; returns its folder on the server."""
+        return wire.read_saved(self._control("POST", "/export", {"policy": policy, "name": name}))
+
+    def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
+        """An episode's contexts, token by token."""
+        answer = self._control("GET", f"/episodes/{episode_id}/timelines?merge={merge}")
+        found: list[dict[str, Any]] = answer["timelines"]
+        return found
+
+    def events(self, after: int = 0, *, follow: bool = True) -> Iterator[wire.Event]:
+        """The server's numbered events later than `after`, for ever, or with `follow=False` up to the newest one.
+
+        Raises:
+            SwarmUnavailableError: the server went away; go on later from the last event's number.
+        """
+        url = f"{self.url}{wire.CONTROL}/events?after={after}&follow={str(follow).lower()}"
+        reader = wire.EventReader()
+        try:
+            with self._http.stream("GET", url, headers=self._auth) as answer:
+                if answer.status_code >= 400:
+                    wire.read_answer(answer.status_code, answer.read())
+                for line in answer.iter_lines():
+                    yield from reader.feed(line)
+        except httpx.TransportError as error:
+            raise SwarmUnavailableError(f"the event stream of {self.url} broke off ({error})") from error
+
+    def episode(
+        self,
+        task_id: str,
+        *,
+        mode: Mode = Mode.TRAIN,
+        group_id: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        wait_s: float | None = 20.0,
+    ) -> SyncEpisode:
+        """Claim an episode, to be used in a `with` block that ends it.
+
+        Args:
+            wait_s: seconds to wait for one; None waits for ever.
+
+        Raises:
+            ClaimTimeoutError: none was free in time.
+            SwarmUnavailableError: the engine is off or failed.
+        """
+        deadline = None if wait_s is None else time.monotonic() + wait_s
+        while True:
+            left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
+            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, min(left, wire.MAX_POLL_S))
+            lease = wire.read_claim(task_id, self._control("POST", "/episodes", body))
+            if isinstance(lease, wire.Lease):
+                episode = SyncEpisode(self, lease)
+                self._keep_alive(episode)
+                return episode
+            if deadline is not None and time.monotonic() >= deadline:
+                raise ClaimTimeoutError(task_id, lease, wait_s or 0.0)
+
+    def _keep_alive(self, episode: SyncEpisode) -> None:
+        with self._claiming:
+            self._live[episode.episode_id] = episode
+            if self._beating is None:
+                self._beating = threading.Thread(target=self._beat, name="swarm heartbeat", daemon=True)
+                self._beating.start()
+
+    def _beat(self) -> None:
+        """Renew the leases of quiet episodes."""
+        pause = 1.0
+        while not self._closing.wait(pause):
+            live = list(self._live.values())
+            pause = min([1.0, *(episode._lease.lease_s * QUIET_SHARE / 2 for episode in live)])
+            for episode in live:
+                if time.monotonic() - episode._last_sign < episode._lease.lease_s * QUIET_SHARE:
+                    continue
+                try:
+                    self._control("POST", f"/episodes/{episode.episode_id}/heartbeat")
+                    episode._last_sign = time.monotonic()
+                except SwarmRequestError:
+                    # It is gone; whoever works on it learns so from its next call.
+                    self._live.pop(episode.episode_id, None)
+                except SwarmUnavailableError:
+                    # The next beat tries again; the lease decides.
+                    continue
+
+    def run(
+        self,
+        tasks: Sequence[wire.Task],
+        rollout: SyncRollout,
+        *,
+        group_size: int,
+        concurrency: int,
+        mode: Mode = Mode.TRAIN,
+        tags: Mapping[str, str] | None = None,
+        on_episode: OnEpisode | None = None,
+    ) -> list[wire.EpisodeResult]:
+        """Play every task `group_size` times, up to `concurrency` episodes side by side, each in a thread.
+
+        Claims go out in the order of the tasks. An episode that is lost is played again; any other exception of a
+        rollout ends the run once the episodes that run have ended.
+        """
+        results: dict[int, wire.EpisodeResult] = {}
+        free = threading.Semaphore(concurrency)
+
+        def play(number: int, task: wire.Task, episode: SyncEpisode | None) -> None:
+            try:
+                while number not in results:
+                    episode = episode or self.episode(task.task_id, mode=mode, tags=tags, wait_s=None)
+                    try:
+                        with episode:
+                            rollout(episode, task)
+                    except EpisodeLostError:
+                        episode = None
+                        continue
+                    assert episode.result is not None
+                    results[number] = episode.result
+                    if on_episode is not None:
+                        on_episode(episode.result)
+            finally:
+                free.release()
+
+        playing: list[Future[None]] = []
+        with ThreadPoolExecutor(concurrency, thread_name_prefix="rollout") as pool:
+            for number, task in wire.places(tasks, group_size):
+                free.acquire()
+                if any(one.done() and one.exception() is not None for one in playing):
+                    free.release()
+                    break
+                episode = self.episode(task.task_id, mode=mode, tags=tags, wait_s=None)
+                playing.append(pool.submit(play, number, task, episode))
+            wait(playing, return_when=FIRST_EXCEPTION)
+        for one in playing:
+            one.result()
+        return [results[number] for number in sorted(results)]

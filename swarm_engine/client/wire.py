@@ -1,0 +1,299 @@
+"""What goes over the wire and what comes back, without a socket: the sync and the async client share every line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from swarm_engine.client.errors import (
+    ContextLengthError,
+    EpisodeLostError,
+    SwarmProtocolError,
+    SwarmRequestError,
+    SwarmUnavailableError,
+)
+from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
+
+CONTROL = "/swarm/v1"
+MAX_POLL_S = 60.0
+"""The server's limit for one wait; longer ones are asked in turns."""
+CONTEXT_CODE = "context_length_exceeded"
+LOST_STATUS = 410
+UNAVAILABLE_STATUS = (502, 503, 504)
+
+Reward = float | Mapping[str, float | None] | None
+"""One number for every agent, a number for each, or None where it can't be judged."""
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem of a data set."""
+
+    task_id: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the rollout needs to know about it; never sent to the server."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyStatus:
+    """A policy that is served."""
+
+    version: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """What the open batch holds."""
+
+    rule: str | None
+    episodes: int
+    tasks: int
+    informative_tasks: int
+    targets: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What an engine does now."""
+
+    state: EngineState
+    reason: str | None
+    """Why it failed; None unless it did."""
+    step: int
+    """Updates in the weights."""
+    update: Mapping[str, Any] | None
+    """The update that runs: its step and its seconds so far."""
+    policies: Mapping[str, PolicyStatus]
+    pool: PoolStatus
+    clients: Mapping[str, int]
+    """Running episodes by active client."""
+    running: int
+    server_id: str
+    last_seq: int
+    """Number of the newest event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One numbered event of a server."""
+
+    seq: int
+    at: float
+    """Unix time in seconds."""
+    kind: str
+    payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """A model's reply."""
+
+    text: str
+    finish_reason: str
+    """`stop`, or `length` where it was cut at its limit."""
+    call_id: str
+    completion_tokens: int
+    message: Mapping[str, Any]
+    """To append to the messages as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A claimed episode."""
+
+    episode_id: str
+    task_id: str
+    group_id: str
+    index: int
+    """Place in its group."""
+    base_url: str
+    """For any OpenAI client; `/v1` may follow it."""
+    api_key: str
+    policy_version: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeResult:
+    """How an episode ended."""
+
+    task_id: str
+    group_id: str
+    index: int
+    episode_id: str
+    rewards: Mapping[str, float | None]
+    """By agent."""
+    outcome: Outcome
+    metrics: Mapping[str, float]
+    policy_version: int
+
+
+def claim_body(
+    client_id: str, task_id: str, mode: Mode, group_id: str | None, tags: Mapping[str, str] | None, wait_s: float
+) -> dict[str, Any]:
+    """Body of a claim."""
+    body: dict[str, Any] = {"client_id": client_id, "task_id": task_id, "mode": mode, "wait_s": wait_s}
+    if group_id is not None:
+        body["group_id"] = group_id
+    if tags:
+        body["tags"] = dict(tags)
+    return body
+
+
+def read_claim(task_id: str, answer: Mapping[str, Any]) -> Lease | ClaimReason:
+    """The episode of an answered claim, or why there is none."""
+    if answer["episode_id"] is None:
+        return ClaimReason(answer["reason"])
+    return Lease(
+        episode_id=answer["episode_id"],
+        task_id=task_id,
+        group_id=answer["group_id"],
+        index=answer["index"],
+        base_url=answer["base_url"],
+        api_key=answer["api_key"],
+        policy_version=answer["policy_version"],
+        lease_s=answer["lease_s"],
+    )
+
+
+def read_saved(answer: Mapping[str, Any]) -> str:
+    """The folder of something saved.
+
+    Raises:
+        SwarmRequestError: it could not be written.
+    """
+    if answer["error"] is not None:
+        raise SwarmRequestError(507, "not_saved", answer["error"])
+    return str(answer["path"])
+
+
+def chat_url(base_url: str, agent: str | None) -> str:
+    """Where an agent's calls go."""
+    seat = "" if agent is None else f"/agents/{quote(agent, safe='')}"
+    return f"{base_url}{seat}/chat/completions"
+
+
+def chat_body(
+    messages: Messages, temperature: float, max_tokens: int | None, seed: int | None, stop: str | Sequence[str] | None
+) -> dict[str, Any]:
+    """Body of a chat completion."""
+    body: dict[str, Any] = {"messages": list(messages), "temperature": temperature}
+    if max_tokens is not None:
+        body["max_completion_tokens"] = max_tokens
+    if seed is not None:
+        body["seed"] = seed
+    if stop is not None:
+        body["stop"] = stop if isinstance(stop, str) else list(stop)
+    return body
+
+
+def read_chat(answer: Mapping[str, Any]) -> ChatReply:
+    """The reply of a chat completion."""
+    choice = answer["choices"][0]
+    text = choice["message"]["content"]
+    return ChatReply(
+        text=text,
+        finish_reason=choice["finish_reason"],
+        call_id=answer["id"],
+        completion_tokens=answer["usage"]["completion_tokens"],
+        message={"role": "assistant", "content": text},
+    )
+
+
+def end_body(reward: Reward, outcome: Outcome, metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """Body of an episode's end."""
+    body: dict[str, Any] = {
+        "reward": dict(reward) if isinstance(reward, Mapping) else reward,
+        "outcome": Outcome(outcome),
+    }
+    if metrics:
+        body["metrics"] = dict(metrics)
+    return body
+
+
+def read_status(answer: Mapping[str, Any]) -> Status:
+    """A server's status."""
+    policies = {
+        name: PolicyStatus(version=policy["version"], trainable=policy["trainable"])
+        for name, policy in answer["policies"].items()
+    }
+    pool = answer["pool"]
+    return Status(
+        state=EngineState(answer["state"]),
+        reason=answer["reason"],
+        step=answer["step"],
+        update=answer["update"],
+        policies=policies,
+        pool=PoolStatus(
+            rule=pool["rule"],
+            episodes=pool["episodes"],
+            tasks=pool["tasks"],
+            informative_tasks=pool["informative_tasks"],
+            targets=pool["targets"],
+        ),
+        clients=answer["clients"],
+        running=answer["running"],
+        server_id=answer["server_id"],
+        last_seq=answer["last_seq"],
+    )
+
+
+def read_answer(status: int, content: bytes) -> Any:
+    """The JSON of an answer.
+
+    Raises:
+        SwarmRequestError: the server refused.
+        SwarmUnavailableError: the engine is off or failed.
+        SwarmProtocolError: this is no swarm.
+    """
+    try:
+        answer = json.loads(content)
+    except ValueError as error:
+        raise SwarmProtocolError(
+            f"the answer (HTTP {status}) is not JSON: {content[:80]!r}; is this the address of a swarm?"
+        ) from error
+    if status < 400:
+        return answer
+    found = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(found, dict) or "message" not in found:
+        raise SwarmProtocolError(f"HTTP {status} without a swarm's error; is this the address of a swarm?")
+    raise refusal(status, found)
+
+
+def refusal(status: int, found: Mapping[str, Any]) -> SwarmRequestError | SwarmUnavailableError:
+    """The exception for a server's error."""
+    code, message, hint = str(found.get("code")), str(found["message"]), str(found.get("hint") or "")
+    if status in UNAVAILABLE_STATUS:
+        return SwarmUnavailableError(f"{message}; {hint}" if hint else message)
+    kind = SwarmRequestError
+    if code == CONTEXT_CODE:
+        kind = ContextLengthError
+    elif status == LOST_STATUS:
+        kind = EpisodeLostError
+    return kind(status, code, message, hint)
+
+
+class EventReader:
+    """Turns the lines of a server-sent event stream into events."""
+
+    def __init__(self) -> None:
+        self._data: list[str] = []
+
+    def feed(self, line: str) -> Iterator[Event]:
+        """Take one line without its end; gives the event that it completes."""
+        if line.startswith("data:"):
+            self._data.append(line[5:].removeprefix(" "))
+        elif line == "" and self._data:
+            found = json.loads("\n".join(self._data))
+            self._data.clear()
+            yield Event(seq=found["seq"], at=found["at"], kind=found["kind"], payload=found["payload"])
+
+
+def places(tasks: Sequence[Task], group_size: int) -> Iterator[tuple[int, Task]]:
+    """Every episode of a data set in the order of its claims, numbered."""
+    yield from enumerate(task for task in tasks for _ in range(group_size))

@@ -1,0 +1,148 @@
+"""What can go wrong in the engine, as one tree. Each kind knows the HTTP status and code it is answered with.
+
+SwarmEngineError
+├── BadRequestError            400  a request that can't be served as it is
+│   ├── UnsupportedError            a field or value this server doesn't take
+│   └── ContextLengthError          the prompt leaves no room for a reply
+├── UnauthorizedError          401  no key, or a wrong one
+├── ForbiddenError             403  the key's role may not do this
+├── NotFoundError              404  no such thing
+├── MethodNotAllowedError      405  the route has other methods
+├── ConflictError              409  it contradicts what happened before
+├── EpisodeLostError           410  the episode is gone; claim its task again
+├── WrongHostError             421  the Host header names another server
+├── InvalidError               422  well-formed, but a value makes no sense
+├── EngineUnavailableError     503  the engine is off, failed or going down
+├── JournalError               507  the journal can't be written, so nothing can be promised
+├── TokenizerError                  a tokenizer or chat template this engine can't be faithful to
+├── WorkerDiedError                 the worker ended before it answered
+└── RunDirError                     the run folder can't be used
+"""
+
+from __future__ import annotations
+
+
+class SwarmEngineError(Exception):
+    """Base of every error of the engine."""
+
+    status = 500
+    code = "internal"
+
+    def __init__(self, message: str, hint: str = "", *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(f"{message}; {hint}" if hint else message)
+        self.message = message
+        """What is wrong, with the value and the limit."""
+        self.hint = hint
+        """The way out."""
+        self.param = param
+        """The field of the request that is to blame, where there is one."""
+        if code is not None:
+            self.code = code
+
+
+class BadRequestError(SwarmEngineError):
+    """A request that can't be served as it is."""
+
+    status = 400
+    code = "bad_request"
+
+
+class UnsupportedError(BadRequestError):
+    """A field or value of a request that this server doesn't take; none is silently ignored."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthError(BadRequestError):
+    """The prompt leaves no room for a reply."""
+
+    code = "context_length_exceeded"
+
+
+class UnauthorizedError(SwarmEngineError):
+    """No key, or a wrong one."""
+
+    status = 401
+    code = "unauthorized"
+
+
+class ForbiddenError(SwarmEngineError):
+    """The key's role may not do this."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NotFoundError(SwarmEngineError):
+    """No such thing."""
+
+    status = 404
+    code = "not_found"
+
+
+class MethodNotAllowedError(SwarmEngineError):
+    """The route has other methods."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class ConflictError(SwarmEngineError):
+    """It contradicts what happened before."""
+
+    status = 409
+    code = "conflict"
+
+
+class EpisodeLostError(SwarmEngineError):
+    """The episode was this server's and is gone: its lease ran out, it was aborted, or the engine went down."""
+
+    status = 410
+    code = "episode_lost"
+
+
+class WrongHostError(SwarmEngineError):
+    """The Host header names another server: a page in a browser that was led here, or a proxy set up wrongly."""
+
+    status = 421
+    code = "wrong_host"
+
+
+class InvalidError(SwarmEngineError):
+    """Well-formed, but a value makes no sense."""
+
+    status = 422
+    code = "invalid"
+
+
+class EngineUnavailableError(SwarmEngineError):
+    """The engine is off, failed or going down."""
+
+    status = 503
+    code = "engine_unavailable"
+
+
+class JournalError(SwarmEngineError):
+    """The journal can't be written, so nothing can be promised."""
+
+    status = 507
+    code = "journal_full"
+
+
+class TokenizerError(SwarmEngineError):
+    """A tokenizer or chat template this engine can't be faithful to."""
+
+    code = "tokenizer"
+
+
+class WorkerDiedError(SwarmEngineError):
+    """The worker ended before it answered."""
+
+    status = 503
+    code = "worker_died"
+
+
+class RunDirError(SwarmEngineError):
+    """The run folder can't be used."""
+
+    code = "run_dir"

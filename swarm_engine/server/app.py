@@ -1,0 +1,257 @@
+"""The front's HTTP application: control routes on FastAPI, inference routes beside it, one check before both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from swarm_engine.config import EngineConfig, Merge
+from swarm_engine.errors import InvalidError, NotFoundError, SwarmEngineError, UnsupportedError, WrongHostError
+from swarm_engine.server.auth import HostCheck, Role, Tokens
+from swarm_engine.server.engine import Engine, engine_version
+from swarm_engine.server.episodes import ClaimRequest, LiveEpisode
+from swarm_engine.server.inference import PREFIX, InferenceApp, Receive, Scope, Send, send_json, wait_until_gone
+from swarm_engine.server.journal import Event
+from swarm_engine.server.models import Abort, Claim, End, ExportRequest
+from swarm_engine.types import ClaimReason
+
+CONTROL = "/swarm/v1"
+KEEP_ALIVE_S = 15.0
+"""A comment goes over a quiet event stream this often, so that both ends notice a dead line."""
+RETRY_AFTER_S = 0.1
+
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def body_of(error: SwarmEngineError) -> dict[str, Any]:
+    """An error of a control route."""
+    return {"error": {"code": error.code, "message": error.message, "hint": error.hint}}
+
+
+def answer(error: SwarmEngineError) -> JSONResponse:
+    """An error as a response."""
+    return JSONResponse(body_of(error), status_code=error.status)
+
+
+class FrontApp:
+    """ASGI application of the front."""
+
+    def __init__(self, engine: Engine, tokens: Tokens, hosts: HostCheck) -> None:
+        self._hosts = hosts
+        self._inference = InferenceApp(engine)
+        self._control: Asgi = build_control(engine, tokens)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the Host header, then pass on."""
+        assert scope["type"] == "http", "uvicorn is set to serve neither lifespan nor websockets"
+        host = next((value for name, value in scope["headers"] if name == b"host"), b"")
+        try:
+            self._hosts.check(host.decode("latin-1"))
+        except WrongHostError as error:
+            await send_json(send, error.status, body_of(error))
+            return
+        if scope["path"].startswith(PREFIX):
+            await self._inference(scope, receive, send)
+        else:
+            await self._control(scope, receive, send)
+
+
+def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
+    """The control routes of an engine."""
+    app = FastAPI(
+        title="Swarm engine",
+        version=engine_version(),
+        description="Control of a swarm engine. Inference routes live under each episode's base_url.",
+        docs_url=None,
+        redoc_url=None,
+    )
+
+    @app.exception_handler(SwarmEngineError)
+    async def on_error(_: Request, error: SwarmEngineError) -> JSONResponse:
+        return answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:]) or "the body"
+        return answer(InvalidError(f"{where}: {first['msg']}", "see /openapi.json for what this route takes"))
+
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> JSONResponse:
+        code = "not_found" if error.status_code == 404 else "http"
+        body = {
+            "code": code,
+            "message": f"{request.method} {request.url.path}: {error.detail}",
+            "hint": "/openapi.json",
+        }
+        return JSONResponse({"error": body}, status_code=error.status_code)
+
+    def needs(role: Role) -> Any:
+        async def check(request: Request) -> Role:
+            return tokens.check(request.headers.get("authorization"), role)
+
+        return Depends(check)
+
+    observer, sampler, operator = needs(Role.OBSERVER), needs(Role.SAMPLER), needs(Role.OPERATOR)
+
+    @app.post(f"{CONTROL}/engine/start", dependencies=[operator])
+    async def start(config: EngineConfig | None = None) -> JSONResponse:
+        """Start the engine; without a config it goes on with the run folder's last one."""
+        engine.start(config)
+        return JSONResponse(engine.status())
+
+    @app.post(f"{CONTROL}/engine/stop", dependencies=[operator])
+    async def stop() -> JSONResponse:
+        """Save a checkpoint and stop; answers when the engine is OFFLINE."""
+        await engine.stop("stopped by an operator")
+        return JSONResponse(engine.status())
+
+    @app.get(f"{CONTROL}/status", dependencies=[observer])
+    async def status() -> JSONResponse:
+        """What the engine does now."""
+        return JSONResponse(engine.status())
+
+    @app.get(f"{CONTROL}/events", dependencies=[observer])
+    async def events(
+        request: Request, after: Annotated[int, Query(ge=0)] = 0, follow: bool = True
+    ) -> StreamingResponse:
+        """The numbered events, as server-sent events; `follow=false` ends at the newest one."""
+        last = request.headers.get("last-event-id")
+        if last is not None and not last.isdigit():
+            raise InvalidError(f"Last-Event-ID is {last!r}", "it must be the number of an event")
+        start = int(last) if last is not None else after
+        return StreamingResponse(
+            event_stream(engine, start, follow), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+        )
+
+    @app.post(f"{CONTROL}/episodes", dependencies=[sampler])
+    async def claim(request: Request, body: Claim) -> JSONResponse:
+        """Claim an episode; waits up to `wait_s` for one."""
+        wanted = ClaimRequest(
+            client_id=body.client_id,
+            task_id=body.task_id,
+            mode=body.mode,
+            group_id=body.group_id,
+            policies=tuple(body.policies),
+            agents=tuple(body.agents),
+            lease_s=body.lease_s,
+            code_version=body.code_version,
+            tags=body.tags,
+        )
+        given = await engine.claim(wanted, 0)
+        if not isinstance(given, LiveEpisode) and body.wait_s > 0:
+            given = await claim_unless_gone(engine, wanted, body.wait_s, request)
+        if not isinstance(given, LiveEpisode):
+            return JSONResponse({"episode_id": None, "reason": given, "retry_after_s": RETRY_AFTER_S})
+        return JSONResponse(
+            {
+                "episode_id": given.episode_id,
+                "group_id": given.seat.group_id,
+                "index": given.seat.index,
+                "base_url": f"{engine.base_url}{PREFIX}{given.episode_id}",
+                "api_key": given.api_key,
+                "policy_version": given.policy_version,
+                "lease_s": given.lease_s,
+            }
+        )
+
+    @app.post(CONTROL + "/episodes/{episode_id}/end", dependencies=[sampler])
+    async def end(episode_id: str, body: End) -> JSONResponse:
+        """End an episode; answers when it is on disk. The same end again is the same episode."""
+        if body.step_rewards:
+            raise UnsupportedError("step_rewards are not trained by algorithm grpo", "add them to reward")
+        rewards = await engine.end(episode_id, body.reward, body.outcome, body.metrics)
+        return JSONResponse({"episode_id": episode_id, "rewards": rewards, "outcome": body.outcome})
+
+    @app.post(CONTROL + "/episodes/{episode_id}/abort", dependencies=[sampler])
+    async def abort(episode_id: str, body: Abort | None = None) -> JSONResponse:
+        """Give an episode up; its place goes to another claim."""
+        engine.abort(episode_id, body.reason if body else "")
+        return JSONResponse({"episode_id": episode_id})
+
+    @app.post(CONTROL + "/episodes/{episode_id}/heartbeat", dependencies=[sampler])
+    async def heartbeat(episode_id: str) -> JSONResponse:
+        """Renew a lease without a call."""
+        return JSONResponse({"episode_id": episode_id, "lease_s": engine.heartbeat(episode_id).lease_s})
+
+    @app.get(CONTROL + "/episodes/{episode_id}", dependencies=[observer])
+    async def describe(episode_id: str) -> JSONResponse:
+        """An episode, running or ended."""
+        return JSONResponse(await engine.describe(episode_id))
+
+    @app.get(CONTROL + "/episodes/{episode_id}/timelines", dependencies=[observer])
+    async def timelines(episode_id: str, merge: str = Merge.NONE) -> JSONResponse:
+        """An episode's contexts, token by token; as recorded, or with `merge=token`."""
+        if merge not in tuple(Merge):
+            raise InvalidError(f"merge is {merge!r}", f"it must be one of {', '.join(Merge)}")
+        return JSONResponse({"timelines": await engine.timelines(episode_id, Merge(merge))})
+
+    @app.get(f"{CONTROL}/checkpoints", dependencies=[observer])
+    async def checkpoints() -> JSONResponse:
+        """Checkpoints on disk, oldest first."""
+        return JSONResponse({"checkpoints": engine.checkpoints()})
+
+    @app.post(f"{CONTROL}/checkpoints", dependencies=[operator])
+    async def checkpoint() -> JSONResponse:
+        """Write a checkpoint now."""
+        saved = await engine.checkpoint()
+        return JSONResponse({"step": saved.step, "path": saved.path, "error": saved.error})
+
+    @app.post(f"{CONTROL}/export", dependencies=[operator])
+    async def export(body: ExportRequest) -> JSONResponse:
+        """Write a policy in the Hugging Face layout."""
+        saved = await engine.export(body.policy, body.name)
+        return JSONResponse({"step": saved.step, "path": saved.path, "error": saved.error})
+
+    return app
+
+
+async def claim_unless_gone(
+    engine: Engine, wanted: ClaimRequest, wait_s: float, request: Request
+) -> LiveEpisode | ClaimReason:
+    """A claim that is taken back when its caller closes the connection while it waits."""
+    claiming = asyncio.create_task(engine.claim(wanted, wait_s))
+    gone = asyncio.create_task(wait_until_gone(request.receive))
+    try:
+        await asyncio.wait({claiming, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if claiming.done() and not gone.done():
+            return claiming.result()
+        claiming.cancel()
+        await asyncio.wait({claiming})
+        if not claiming.cancelled() and claiming.exception() is None:
+            given = claiming.result()
+            if isinstance(given, LiveEpisode):
+                engine.abort(given.episode_id, "client_gone")
+        raise NotFoundError("the caller is gone")
+    finally:
+        gone.cancel()
+        claiming.cancel()
+
+
+async def event_stream(engine: Engine, after: int, follow: bool) -> AsyncIterator[bytes]:
+    """Server-sent events from `after` on; ends with the server."""
+    journal = engine.journal
+    while True:
+        grown = journal.grown
+        found = await journal.events_after(after)
+        if found:
+            yield b"".join(map(as_sse, found))
+            after = found[-1].seq
+            continue
+        if not follow or journal.is_closed:
+            return
+        try:
+            await asyncio.wait_for(grown.wait(), KEEP_ALIVE_S)
+        except TimeoutError:
+            yield b": still here\n\n"
+
+
+def as_sse(event: Event) -> bytes:
+    """An event on the wire."""
+    return f"id: {event.seq}\nevent: {event.kind}\ndata: {event.as_json()}\n\n".encode()

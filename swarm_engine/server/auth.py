@@ -1,0 +1,133 @@
+"""Who may do what: three tokens in a 0600 file, and the Host header that keeps browsers on other sites out."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from swarm_engine.errors import ForbiddenError, RunDirError, UnauthorizedError, WrongHostError
+
+
+class Role(StrEnum):
+    """What a token's bearer may do; each role may do what the ones before it may."""
+
+    OBSERVER = "observer"
+    """Read status, events, episodes and checkpoints."""
+    SAMPLER = "sampler"
+    """Claim episodes and end them."""
+    OPERATOR = "operator"
+    """Start and stop the engine, save and export."""
+
+
+RANK = {role: rank for rank, role in enumerate(Role)}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The server's tokens by role."""
+
+    by_role: dict[Role, str]
+
+    @staticmethod
+    def load(path: Path) -> Tokens:
+        """The tokens of a run folder, made at its first start; clients keep theirs over a restart.
+
+        Raises:
+            RunDirError: the file is there and can't be used.
+        """
+        if not path.exists():
+            made = {str(role): f"swarm-{secrets.token_urlsafe(32)}" for role in reversed(Role)}
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(made, file)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return Tokens({role: found[role] for role in Role})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunDirError(
+                f"the token file {path} can't be read ({error})", "delete it, and the next start makes new tokens"
+            ) from error
+
+    def check(self, header: str | None, needed: Role) -> Role:
+        """The role of an `Authorization` header, which must be at least `needed`.
+
+        Raises:
+            UnauthorizedError: no token, or an unknown one.
+            ForbiddenError: the role is too low.
+        """
+        token = bearer(header)
+        if token is None:
+            raise UnauthorizedError("no token", "send Authorization: Bearer TOKEN; the server's token file holds it")
+        given = token.encode()
+        roles = [role for role, known in self.by_role.items() if hmac.compare_digest(known.encode(), given)]
+        if not roles:
+            raise UnauthorizedError("the token is not one of this server", "its token file holds the right ones")
+        if RANK[roles[0]] < RANK[needed]:
+            raise ForbiddenError(f"a token of role {roles[0]} may not do this", f"it takes the role {needed}")
+        return roles[0]
+
+
+def bearer(header: str | None) -> str | None:
+    """The token of an `Authorization` header."""
+    kind, _, token = (header or "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" and token.strip() else None
+
+
+class HostCheck:
+    """Lets through requests that name this server, so that no page elsewhere can reach it by rebinding its own name."""
+
+    def __init__(self, bound: str, extra: Collection[str] = ()) -> None:
+        self._is_public = bound in ("0.0.0.0", "::", "")
+        names = {bound, *extra}
+        if self._is_public:
+            names |= {socket.gethostname(), socket.getfqdn(), "localhost"}
+        elif _is_loopback(bound):
+            names |= {"localhost", "127.0.0.1", "::1"}
+        self._names = {name.lower().rstrip(".") for name in names if name}
+        self._known: set[str] = set()
+
+    def check(self, header: str) -> None:
+        """Look at a Host header.
+
+        Raises:
+            WrongHostError: it names another server.
+        """
+        if header in self._known:
+            return
+        name = _host_of(header)
+        if name not in self._names and not (self._is_public and _is_address(name)):
+            raise WrongHostError(
+                f"this server does not answer for host {name!r}",
+                "use the address it printed, or start it with --allow-host NAME",
+            )
+        if len(self._known) < 1000:
+            self._known.add(header)
+
+
+def _host_of(header: str) -> str:
+    """The host of a Host header, without port and brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].lower().rstrip(".")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,67 @@
+"""What the control routes take, checked where it comes in."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field, StringConstraints
+
+from swarm_engine.types import Mode, Outcome
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+MAX_WAIT_S = 60.0
+
+
+class Body(BaseModel, frozen=True, extra="forbid"):
+    """Base of the request bodies."""
+
+
+class Claim(Body):
+    """A client's wish for an episode."""
+
+    client_id: Name
+    task_id: Name
+    mode: Mode = Mode.TRAIN
+    group_id: Name | None = None
+    policies: list[Name] = Field(default_factory=list)
+    """Policies the client is going to use; empty takes what is served."""
+    agents: list[Name] = Field(default_factory=list)
+    """Agents that will speak; empty lets any name speak."""
+    lease_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """None takes the server's."""
+    wait_s: float = Field(20.0, ge=0, le=MAX_WAIT_S)
+    """How long to wait for an episode before the answer is a reason."""
+    code_version: Name | None = None
+    tags: dict[Name, Annotated[str, StringConstraints(max_length=500)]] = Field(default_factory=dict)
+    """Kept with the episode; an evaluation says here what it measures."""
+
+
+class StepReward(Body):
+    """A reward for one call."""
+
+    call_id: Name
+    reward: Finite
+
+
+class End(Body):
+    """How an episode ended."""
+
+    reward: Finite | dict[Name, Finite | None] | None
+    """A bare number goes to every agent; null where it can't be judged."""
+    step_rewards: list[StepReward] = Field(default_factory=list)
+    outcome: Outcome
+    metrics: dict[Name, Finite] = Field(default_factory=dict)
+
+
+class Abort(Body):
+    """Why an episode is given up."""
+
+    reason: Annotated[str, StringConstraints(max_length=500)] = ""
+
+
+class ExportRequest(Body):
+    """Which policy to write, and the folder's name under `exports/`."""
+
+    policy: Name
+    name: Name

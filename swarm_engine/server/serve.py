@@ -1,0 +1,250 @@
+"""Runs a front in a run folder: one server a folder, a socket, signals, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import uvicorn
+
+from swarm_engine.config import EngineConfig
+from swarm_engine.errors import RunDirError
+from swarm_engine.server.app import FrontApp
+from swarm_engine.server.auth import HostCheck, Tokens
+from swarm_engine.server.engine import Engine
+from swarm_engine.server.worker_link import WORKER_COMMAND
+
+BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `swarm serve` was asked for."""
+
+    run_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    config: EngineConfig | None = None
+    """None goes on with the run folder's last one."""
+    is_started: bool = False
+    """Start the engine at once."""
+    exits_with_stdin: bool = False
+    """End when the standard input closes, so that a server dies with the program that embeds it."""
+    allowed_hosts: tuple[str, ...] = ()
+    worker_command: tuple[str, ...] = WORKER_COMMAND
+
+
+class RunDirLock:
+    """Holds a run folder for one server; the system lets go of it when the process ends, however it ends."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Take the folder.
+
+        Raises:
+            RunDirError: another server has it, or it can't be made.
+        """
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file: IO[str] = (run_dir / "server.lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise RunDirError(f"the run folder {run_dir} can't be used ({error.strerror})", "choose another") from error
+        try:
+            _lock(self._file)
+        except OSError:
+            self._file.close()
+            raise RunDirError(
+                f"another server runs in {run_dir}{_whose(run_dir)}",
+                "stop it (`swarm stop` or Ctrl-C in its terminal), or choose another --run-dir",
+                code="run_dir_taken",
+            ) from None
+
+    def release(self) -> None:
+        """Give the folder back."""
+        self._file.close()
+
+
+def _lock(file: IO[str]) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _whose(run_dir: Path) -> str:
+    try:
+        known = json.loads((run_dir / "server.json").read_text(encoding="utf-8"))
+        return f" at {known['url']}, process {known['pid']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        # It has only just started, or its file is damaged; the lock alone decides.
+        return ""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        RunDirError: the address can't be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if sys.platform != "win32":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise RunDirError(
+            f"{host} port {port} can't be bound ({error.strerror or error})",
+            "choose another --port, or 0 for a free one",
+            code="port_taken",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn without its signal handlers; `serve` has its own, which stop the engine first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+async def serve(options: ServeOptions, on_listening: Callable[[dict[str, Any]], None]) -> None:
+    """Serve until a signal or the end of the standard input.
+
+    Args:
+        on_listening: called with url, run_dir, token_file and pid once requests are answered.
+
+    Raises:
+        RunDirError: the folder or the address is taken.
+        JournalError: the folder's journal can't be opened.
+    """
+    run_dir = options.run_dir.resolve()
+    lock = RunDirLock(run_dir)
+    server_file = run_dir / "server.json"
+    try:
+        listener = bind(options.host, options.port)
+        token_file = run_dir / "token.json"
+        tokens = Tokens.load(token_file)
+        engine = Engine(run_dir, options.worker_command)
+        await engine.open()
+        host, port = listener.getsockname()[:2]
+        engine.base_url = f"http://{_reachable(options.host, host)}:{port}"
+        app = FrontApp(engine, tokens, HostCheck(options.host, options.allowed_hosts))
+        server = _Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=120,
+                timeout_graceful_shutdown=3,
+            )
+        )
+        ending = _watch_for_end(options.exits_with_stdin)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            if options.is_started:
+                engine.start(options.config)
+            about = {
+                "url": engine.base_url,
+                "run_dir": str(run_dir),
+                "token_file": str(token_file),
+                "pid": os.getpid(),
+                "server_id": engine.server_id,
+            }
+            _write_whole(server_file, json.dumps(about))
+            on_listening(about)
+            both: set[asyncio.Future[Any]] = {ending, serving}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            await engine.close(ending.result() if ending.done() else "the HTTP server ended")
+        finally:
+            server.should_exit = True
+            await serving
+    finally:
+        server_file.unlink(missing_ok=True)
+        lock.release()
+
+
+def _reachable(asked: str, bound: str) -> str:
+    """The host that clients are told: the one asked for, or where that means all of them, this machine's name."""
+    host = socket.gethostname() if asked in ("0.0.0.0", "::", "") else bound
+    return f"[{host}]" if ":" in host else host
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that readers see whole or not at all."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def _watch_for_end(with_stdin: bool) -> asyncio.Future[str]:
+    """Done with the cause when the server should end; a second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    ending: asyncio.Future[str] = loop.create_future()
+
+    def end(cause: str) -> None:
+        if not ending.done():
+            ending.set_result(cause)
+
+    def on_signal(number: signal.Signals) -> None:
+        if ending.done():
+            # The journal is safe at any moment, and the worker ends with its socket.
+            os._exit(128 + number)
+        end(f"{number.name}")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if sys.platform == "win32":
+            signal.signal(number, lambda got, _: loop.call_soon_threadsafe(on_signal, signal.Signals(got)))
+        else:
+            loop.add_signal_handler(number, on_signal, number)
+    if with_stdin:
+
+        def wait_for_stdin() -> None:
+            while os.read(0, 4096):
+                pass
+            loop.call_soon_threadsafe(end, "the standard input closed")
+
+        threading.Thread(target=wait_for_stdin, name="stdin", daemon=True).start()
+    return ending
+
+
+def run(options: ServeOptions, on_listening: Callable[[dict[str, Any]], None]) -> None:
+    """`serve` on the fastest event loop there is.
+
+    Raises:
+        RunDirError, JournalError: as `serve`.
+    """
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    if sys.platform != "win32":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(serve(options, on_listening))
+
+
+def worker_command_of(words: Sequence[str]) -> tuple[str, ...]:
+    """The worker's command: the one given, or the engine's own."""
+    return tuple(words) or WORKER_COMMAND

@@ -1,0 +1,171 @@
+"""Chat messages as the tracker compares and renders them.
+
+A message is a plain dict in the shape chat templates expect: `role`, `content` (always a string), and where they are
+given `name`, `tool_calls` (arguments as JSON values), `tool_call_id`, `reasoning_content`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swarm_engine.errors import BadRequestError, UnsupportedError
+
+Message = dict[str, Any]
+
+BREAKER = "\ufdd0"
+"""Breaks text that spells a control token; a noncharacter, which Unicode keeps for a program's own use."""
+SENTINEL = "\ufdd1"
+"""Stands for an answer when the tracker asks a template where it puts it."""
+
+ROLES = {
+    "system": "system",
+    # Chat templates know no developer; OpenAI's own description calls it the new name of the system role.
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+
+
+def parse_messages(raw: Any) -> tuple[Message, ...]:
+    """The messages of a request.
+
+    Content parts of type text are joined without a separator, so a list of parts and a string are the same message.
+    Content that is null, empty or missing is the same too.
+
+    Raises:
+        BadRequestError: not a list of messages, or one of them is malformed.
+        UnsupportedError: a part or field that this server doesn't take.
+    """
+    if not isinstance(raw, list) or not raw:
+        raise BadRequestError("messages must be a list with at least one message", param="messages")
+    return tuple(_parse(one, f"messages[{index}]") for index, one in enumerate(raw))
+
+
+def _parse(raw: Any, where: str) -> Message:
+    if not isinstance(raw, dict):
+        raise BadRequestError(f"{where} must be an object with role and content", param=where)
+    role = raw.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadRequestError(
+            f"{where}.role is {role!r}", f"it must be one of {', '.join(ROLES)}", param=f"{where}.role"
+        )
+    for key, value in raw.items():
+        if key not in FIELDS and value not in (None, [], {}, ""):
+            raise UnsupportedError(
+                f"{where}.{key} is not taken by this server", f"leave it out; known: {', '.join(FIELDS)}", param=where
+            )
+    message: Message = {"role": ROLES[role], "content": _text(raw.get("content"), role, f"{where}.content")}
+    for key in ("name", "tool_call_id"):
+        if raw.get(key) is not None:
+            message[key] = _string(raw[key], f"{where}.{key}")
+    reasoning = raw.get("reasoning_content", raw.get("reasoning"))
+    if reasoning:
+        message["reasoning_content"] = _string(reasoning, f"{where}.reasoning_content")
+    if raw.get("tool_calls"):
+        message["tool_calls"] = _tool_calls(raw["tool_calls"], f"{where}.tool_calls")
+    return message
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise BadRequestError(f"{where} must be a string, not {type(value).__name__}", param=where)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequestError(
+            f"{where} holds a lone surrogate at character {error.start}", "send valid Unicode text", param=where
+        ) from error
+    if BREAKER in value or SENTINEL in value:
+        raise BadRequestError(
+            f"{where} holds U+FDD0 or U+FDD1, which Unicode defines as noncharacters", "remove it", param=where
+        )
+    return value
+
+
+def _text(content: Any, role: str, where: str) -> str:
+    if content is None:
+        if role != "assistant":
+            raise BadRequestError(f"{where} is missing", "only an assistant message may have none", param=where)
+        return ""
+    if isinstance(content, str):
+        return _string(content, where)
+    if not isinstance(content, list):
+        raise BadRequestError(f"{where} must be a string or a list of parts", param=where)
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise UnsupportedError(
+                f"{where}[{index}] is a part of type {kind!r}, this model reads text only",
+                'send {"type": "text", "text": ...}',
+                param=where,
+            )
+        texts.append(_string(part.get("text"), f"{where}[{index}].text"))
+    return "".join(texts)
+
+
+def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(raw, list):
+        raise BadRequestError(f"{where} must be a list", param=where)
+    calls = []
+    for index, one in enumerate(raw):
+        function = one.get("function") if isinstance(one, dict) else None
+        if not isinstance(function, dict):
+            raise BadRequestError(f"{where}[{index}].function is missing", param=where)
+        calls.append(
+            {
+                "id": _string(one.get("id") or "", f"{where}[{index}].id"),
+                "type": "function",
+                "function": {
+                    "name": _string(function.get("name"), f"{where}[{index}].function.name"),
+                    "arguments": _arguments(function.get("arguments", ""), f"{where}[{index}].function.arguments"),
+                },
+            }
+        )
+    return calls
+
+
+def _arguments(raw: Any, where: str) -> Any:
+    """Arguments as the object they spell; text that spells none stays the text the model wrote."""
+    if isinstance(raw, dict):
+        return raw
+    text = _string(raw, where)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def canonical(message: Mapping[str, Any]) -> bytes:
+    """What two messages must share to be the same one: role, name, content and tool calls.
+
+    White space around the content and the model's reasoning do not count.
+    """
+    calls = [
+        [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())
+    ] or None
+    parts = [message["role"], message.get("name"), message["content"].strip(), calls]
+    return json.dumps(parts, sort_keys=True).encode()
+
+
+def prefix_digests(agent: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """One digest for every beginning of a conversation; entry i covers the first i messages."""
+    digest = hashlib.blake2b(agent.encode(), digest_size=16).digest()
+    digests = [digest]
+    for message in messages:
+        digest = hashlib.blake2b(digest + canonical(message), digest_size=16).digest()
+        digests.append(digest)
+    return digests
+
+
+def extend_digest(digest: bytes, message: Mapping[str, Any]) -> bytes:
+    """The digest of a conversation with one more message."""
+    return hashlib.blake2b(digest + canonical(message), digest_size=16).digest()
