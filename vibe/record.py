@@ -86,8 +86,17 @@ def _cut_torn_line(path: Path) -> None:
 def in_words(event: Event) -> str:
     """One event as a line for people."""
     match event["event"]:
-        case "phase":
+        case "begin":
+            config, training = event["spec"]["config"], event["spec"]["training"]
+            trainer = config["trainer"]
+            return (
+                f"seed {config['seed']}, {training['updates']} updates of {trainer['tasks_per_update']} games "
+                f"x {trainer['group_size']} attempts, evaluated on {training['eval_games']} held-out games"
+            )
+        case "phase" | "warmup":
             return str(event["text"])
+        case "variance":
+            return f"different rewards in {event['share']:.0%} of {event['n_groups']} groups"
         case "step":
             metrics = event["metrics"]
             return (

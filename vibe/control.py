@@ -1,0 +1,79 @@
+"""The control for everything that is no learning: the same games, rewards and updates, with no link between them.
+
+Every reward of an update goes to a random agent of a random episode of that update. A curve that still rises rises for
+another reason than what was done well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from typing import Any, TypeVar
+
+from swarm_engine.client import Episode, Task
+from swarm_engine.types import Outcome
+
+Key = TypeVar("Key", bound=Hashable)
+Rewards = dict[str, float]
+"""By agent."""
+Play = Callable[[Episode, Task], Awaitable[None]]
+"""Plays one episode of a task and ends it."""
+
+
+def deal(rewards: Mapping[Key, Rewards], seed: int) -> dict[Key, Rewards]:
+    """Every reward to a random agent of a random episode; which ones there are does not change."""
+    places = [(key, agent) for key, by_agent in rewards.items() for agent in by_agent]
+    values = [rewards[key][agent] for key, agent in places]
+    random.Random(seed).shuffle(values)
+    dealt: dict[Key, Rewards] = {key: {} for key in rewards}
+    for (key, agent), value in zip(places, values, strict=True):
+        dealt[key][agent] = value
+    return dealt
+
+
+class Shuffled:
+    """Plays as `play` does; an episode ends when all have come to their end, and with another's reward.
+
+    So all episodes of the update have to run side by side.
+    """
+
+    def __init__(self, play: Play, num_episodes: int, seed: int) -> None:
+        self._play = play
+        self._num_episodes = num_episodes
+        self._seed = seed
+        self._earned: dict[str, Rewards] = {}
+        """By episode id."""
+        self._dealt: dict[str, Rewards] = {}
+        self._complete = asyncio.Event()
+
+    async def __call__(self, episode: Episode, task: Task) -> None:
+        """Play one episode and end it with what it was dealt."""
+        await self._play(Held(episode, self), task)
+
+    async def exchange(self, episode_id: str, earned: Rewards) -> Rewards:
+        """Hand rewards in and, when everyone has, take others out."""
+        self._earned[episode_id] = earned
+        if len(self._earned) == self._num_episodes:
+            self._dealt = deal(dict(sorted(self._earned.items())), self._seed)
+            self._complete.set()
+        await self._complete.wait()
+        return self._dealt[episode_id]
+
+
+class Held:
+    """An episode whose end waits for the exchange; in everything else it is the episode."""
+
+    def __init__(self, episode: Episode, shuffled: Shuffled) -> None:
+        self._episode = episode
+        self._shuffled = shuffled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._episode, name)
+
+    async def end(
+        self, *, reward: Rewards, outcome: Outcome = Outcome.SUCCESS, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """End the episode with the reward it was dealt."""
+        dealt = await self._shuffled.exchange(self._episode.episode_id, reward)
+        await self._episode.end(reward=dealt, outcome=outcome, metrics=metrics)

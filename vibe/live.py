@@ -1,0 +1,264 @@
+"""A swarm while it trains: episodes go in, updates come out, and a failure is survived once.
+
+Everything the engine does arrives as numbered events; `Progress` is what they add up to and decides nothing by time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, SwarmUnavailableError, Task
+from swarm_engine.config import EngineConfig
+from swarm_engine.types import EngineState, Mode, Outcome
+from vibe.embedded import Swarm
+from vibe.errors import SwarmFailedError, UsageError
+
+T = TypeVar("T")
+
+Play = Callable[[Episode, Task], Awaitable[None]]
+"""Plays one episode of a task and ends it."""
+
+POLL_S = 0.05
+"""Between two looks at an engine that boots."""
+MAX_ROUNDS = 5
+"""An environment that fails now and then is played again; one that always does ends the run."""
+RESTARTS = 1
+"""An engine that fails again after a new start has a reason that another start does not cure."""
+
+
+class Progress:
+    """What the event stream of a swarm has said so far."""
+
+    def __init__(self) -> None:
+        self.state = EngineState.OFFLINE
+        self.cause = ""
+        """Why the state is what it is."""
+        self.config: dict[str, Any] | None = None
+        """Of the engine's last start; None before the first."""
+        self.seq = 0
+        """The last event seen."""
+        self.steps: dict[int, dict[str, Any]] = {}
+        """Payload of every finished update."""
+        self.waiting: dict[str, str] = {}
+        """Judged train episodes that no batch holds yet: episode id to task id."""
+        self.last_batch = 0
+        """The newest update whose batch is complete."""
+        self.fault: SwarmError | None = None
+        """Why there will be no more events."""
+        self._changed = asyncio.Condition()
+
+    def apply(self, seq: int, kind: str, payload: Mapping[str, Any]) -> None:
+        """Take one event in. Events that were seen before change nothing."""
+        if seq <= self.seq:
+            return
+        self.seq = seq
+        match kind:
+            case "state":
+                self.state = EngineState(payload["to"])
+                self.cause = payload["cause"]
+            case "config":
+                self.config = dict(payload["config"])
+            case "episode" if payload["mode"] == Mode.TRAIN and is_judged(payload):
+                self.waiting[payload["episode_id"]] = payload["task_id"]
+            case "drop":
+                self.waiting.pop(payload["episode_id"], None)
+            case "batch":
+                self.waiting.clear()
+                self.last_batch = payload["step"]
+            case "step":
+                self.steps[payload["step"]] = dict(payload)
+            case _:
+                pass
+
+    async def follow(self, client: AsyncSwarmClient) -> None:
+        """Take in every event until cancelled or the swarm is gone."""
+        try:
+            async for event in client.events(after=self.seq):
+                self.apply(event.seq, event.kind, event.payload)
+                await self._notify()
+            self.fault = SwarmUnavailableError("the swarm closed its event stream")
+        except SwarmError as error:
+            self.fault = error
+        finally:
+            self.fault = self.fault or SwarmUnavailableError("nobody follows the swarm's events any more")
+            await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds; looked at after every event.
+
+        Raises:
+            SwarmError: there will be no more events.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.fault is not None or holds())
+        if self.fault is not None and not holds():
+            raise self.fault
+
+    def missing(self, tasks: Sequence[Task], group_size: int) -> dict[str, int]:
+        """Episodes that the open batch still needs of each task, where it needs any."""
+        there = Counter(self.waiting.values())
+        wanted = {task.task_id: group_size - there[task.task_id] for task in tasks}
+        return {task_id: count for task_id, count in wanted.items() if count > 0}
+
+
+def is_judged(episode: Mapping[str, Any]) -> bool:
+    """Whether an episode event counts towards its group: the environment worked and somebody got a reward."""
+    has_reward = any(reward is not None for reward in episode["rewards"].values())
+    return has_reward and episode["outcome"] != Outcome.ENV_ERROR
+
+
+class LiveSwarm:
+    """One engine that runs, through the operator's client."""
+
+    def __init__(self, swarm: Swarm, client: AsyncSwarmClient, config: EngineConfig) -> None:
+        self.swarm = swarm
+        self.client = client
+        self.config = config
+        self.progress = Progress()
+        self._restarts_left = RESTARTS
+
+    @property
+    def step(self) -> int:
+        """Updates finished so far."""
+        return max(self.progress.steps, default=0)
+
+    @property
+    def num_episodes_per_update(self) -> int:
+        """Episodes in a batch."""
+        return self.config.trainer.group_size * self.config.trainer.tasks_per_update
+
+    async def open(self, *, goes_on: bool) -> None:
+        """Start the engine, or join one that runs with the same settings.
+
+        Args:
+            goes_on: this run has trained on this swarm before.
+        Raises:
+            UsageError: the swarm trains, or has trained, something else.
+            SwarmFailedError: the engine fails on the way up.
+        """
+        state = (await self.client.status()).state
+        if state in (EngineState.OFFLINE, EngineState.FAILED):
+            await self._boot()
+        else:
+            await self._catch_up()
+            if self.progress.config != self.config.model_dump(mode="json"):
+                raise UsageError(
+                    f"the swarm at {self.swarm.url} is {state} with other settings; "
+                    "stop its engine, or name another swarm"
+                )
+        if self.step and not goes_on:
+            raise UsageError(
+                f"the swarm at {self.swarm.url} has made {self.step} updates already, for another run; "
+                "start a new one in a folder of its own"
+            )
+
+    async def play(
+        self,
+        tasks: Sequence[Task],
+        play: Play,
+        *,
+        mode: Mode,
+        group_size: int = 1,
+        tags: Mapping[str, str] | None = None,
+    ) -> list[EpisodeResult]:
+        """Play every task `group_size` times without training on it.
+
+        Raises:
+            SwarmFailedError: the engine failed, also after a new start.
+        """
+        return await self._surviving(lambda: self._run(tasks, play, group_size, mode, tags))
+
+    async def update(self, step: int, tasks: Sequence[Task], play: Callable[[int], Play]) -> dict[str, Any]:
+        """Play the groups of one batch and wait for its update; returns the payload of the `step` event.
+
+        Args:
+            play: how to play, given how many episodes run side by side until the update.
+        Raises:
+            SwarmFailedError: the engine failed, also after a new start.
+        """
+        await self._surviving(lambda: self._fill(step, tasks, play))
+        return self.progress.steps[step]
+
+    async def _fill(self, step: int, tasks: Sequence[Task], play: Callable[[int], Play]) -> None:
+        """Play what the batch lacks: all of it, and after an interruption or a fault of the environment the rest."""
+        group_size = self.config.trainer.group_size
+        for _ in range(MAX_ROUNDS):
+            missing = self.progress.missing(tasks, group_size)
+            if self.progress.last_batch >= step or not missing:
+                await self.progress.until(lambda: step in self.progress.steps)
+                return
+            how = play(sum(missing.values()))
+            if all(missing.get(task.task_id) == group_size for task in tasks):
+                await self._run(tasks, how, group_size, Mode.TRAIN, None)
+            else:
+                rest = [(task, missing[task.task_id]) for task in tasks if task.task_id in missing]
+                await asyncio.gather(*(self._run([task], how, count, Mode.TRAIN, None) for task, count in rest))
+            await self._catch_up()
+        raise SwarmFailedError(
+            f"update {step} still lacks episodes after {MAX_ROUNDS} rounds of play: its games end without a reward; "
+            "look for env_error among the run's drops"
+        )
+
+    async def _run(
+        self, tasks: Sequence[Task], play: Play, group_size: int, mode: Mode, tags: Mapping[str, str] | None
+    ) -> list[EpisodeResult]:
+        return await self.client.run(
+            tasks,
+            play,
+            group_size=group_size,
+            concurrency=max(self.config.sampler.max_running, self.num_episodes_per_update),
+            mode=mode,
+            tags=dict(tags or {}),
+        )
+
+    async def _surviving(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of some work; done again after a new start where the engine failed meanwhile."""
+        while True:
+            working = asyncio.create_task(work())
+            failing = asyncio.create_task(self.progress.until(lambda: self.progress.state is EngineState.FAILED))
+            try:
+                await asyncio.wait({working, failing}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done() and (working.exception() is None or not await self._has_failed()):
+                    return working.result()
+                if failing.done() and (fault := failing.exception()) is not None:
+                    raise self.swarm.explain(f"the swarm at {self.swarm.url} is gone: {fault}") from fault
+            finally:
+                working.cancel()
+                failing.cancel()
+                await asyncio.gather(working, failing, return_exceptions=True)
+            await self._start_again()
+
+    async def _has_failed(self) -> bool:
+        """Whether the engine itself says so; a request may fail before the event is here."""
+        try:
+            return (await self.client.status()).state is EngineState.FAILED
+        except SwarmError:
+            return False
+
+    async def _start_again(self) -> None:
+        """Start a failed engine again; it goes on from its last checkpoint and replays what came after."""
+        if self._restarts_left == 0:
+            reason = (await self.client.status()).reason
+            raise self.swarm.explain(f"the engine failed again after a new start: {reason}")
+        self._restarts_left -= 1
+        await self._boot()
+
+    async def _boot(self) -> None:
+        await self.client.start(self.config.model_dump(mode="json"))
+        while (status := await self.client.status()).state is EngineState.BOOTING:
+            await asyncio.sleep(POLL_S)
+        if status.state is EngineState.FAILED:
+            raise self.swarm.explain(f"the engine failed while it started: {status.reason}")
+        await self._catch_up()
+
+    async def _catch_up(self) -> None:
+        """Wait until every event up to now has been taken in."""
+        last = (await self.client.status()).last_seq
+        await self.progress.until(lambda: self.progress.seq >= last)

@@ -1,0 +1,503 @@
+"""What a project's train.py stands on: its settings, its swarm, and a `Run` that plays, measures and remembers.
+
+A run can be interrupted at any moment and started again in the same folder: the swarm's journal holds every completed
+episode and every update, `record.jsonl` holds what was measured, and the run goes on after both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments_db.engine import home_folder
+from experiments_db.errors import ExperimentsDbError
+from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, Task
+from swarm_engine.config import EngineConfig, PolicyConfig
+from swarm_engine.types import Mode, Outcome
+from vibe import library, seeds, warmup
+from vibe.control import Shuffled
+from vibe.embedded import Swarm, embedded_swarm, read_token
+from vibe.envs import Env, EnvCrashedError, EnvHost, EnvTimeoutError
+from vibe.errors import INTERRUPTED, StoppedError, TooSmallError, UsageError, VibeError
+from vibe.live import LiveSwarm, Play
+from vibe.project import POLICY, RESULTS_FILE, ProjectSpec, parse_changes
+from vibe.record import Record
+from vibe.run_folder import locked
+from vibe.stats import share_with_variance, t_interval
+
+MODELS = "models"
+"""Folder of warmed-up weights: in A3R_HOME those ever made, in a run's folder those its server may load."""
+HELD_OUT = "heldout"
+NUM_SAMPLES = 3
+"""Games shown at the end, move by move."""
+MIN_SHARE_WITH_VARIANCE = 1 / 3
+"""Fewer groups with different rewards than this, and a policy of this size learns nothing in the time there is."""
+NUM_PROBE_GROUPS = 12
+
+Rollout = Callable[..., Awaitable[None]]
+"""`rollout(episode, env, seed, *, temperature)` of a project's workflow.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one start of train.py was asked for."""
+
+    project: Path
+    spec: ProjectSpec
+    """As in the project, with `--set` and its kin applied."""
+    run_dir: Path
+    swarm_url: str | None = None
+    """None starts a swarm of its own in the run's folder."""
+    token_file: Path | None = None
+    experiment: str | None = None
+    """Id of the row that the events belong to; None writes no rows."""
+    db_url: str | None = None
+    as_json: bool = False
+    shuffle_rewards: bool = False
+    """A control: rewards change hands among the episodes of an update, so there is nothing to learn."""
+
+
+def parse(argv: Sequence[str], project: Path) -> Settings:
+    """Settings from the command line of a project's train.py.
+
+    Raises:
+        UsageError: a value does not fit.
+        SystemExit: argparse has answered, to --help or to a flag it does not know.
+    """
+    parser = argparse.ArgumentParser(prog="train.py", description="Train the policy of this project.")
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, help="folder of this run; an interrupted run goes on in it"
+    )
+    parser.add_argument("--swarm", metavar="URL", help="train on this swarm instead of one of its own")
+    parser.add_argument("--token-file", type=Path, help="the swarm's token.json")
+    parser.add_argument("--seed", type=int, help="seed of the run")
+    parser.add_argument("--updates", type=int, help="optimizer updates")
+    parser.add_argument("--eval-every", type=int, help="updates between evaluations")
+    parser.add_argument("--eval-games", type=int, help="held-out games of an evaluation")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="e.g. trainer.group_size=4")
+    parser.add_argument("--experiment", metavar="ID", help="write rows for this experiment")
+    parser.add_argument("--db", metavar="URL", help="database of the experiment")
+    parser.add_argument("--json", action="store_true", help="one JSON line an event")
+    parser.add_argument("--shuffle-rewards", action="store_true", help="control: give each reward to a random episode")
+    args = parser.parse_args(argv)
+    changes = parse_changes(args.set)
+    named = {"config.seed": args.seed} | {
+        f"training.{name}": getattr(args, name) for name in ("updates", "eval_every", "eval_games")
+    }
+    changes |= {path: str(value) for path, value in named.items() if value is not None}
+    if (args.swarm is None) != (args.token_file is None):
+        raise UsageError("--swarm and --token-file go together: the URL says where, the token opens it")
+    if (args.experiment is None) != (args.db is None):
+        raise UsageError("--experiment and --db go together: the rows of the experiment are in that database")
+    return Settings(
+        project=project,
+        spec=ProjectSpec.load(project).with_settings(changes),
+        run_dir=args.run_dir.resolve(),
+        swarm_url=args.swarm,
+        token_file=args.token_file,
+        experiment=args.experiment,
+        db_url=args.db,
+        as_json=args.json,
+        shuffle_rewards=args.shuffle_rewards,
+    )
+
+
+class Run:
+    """One training: plays, measures, remembers."""
+
+    def __init__(self, settings: Settings, record: Record) -> None:
+        self.settings = settings
+        self.spec = settings.spec
+        self.record = record
+        self._live: LiveSwarm | None = None
+        self._host: EnvHost | None = None
+        self._rollout: Rollout | None = None
+        self._started = time.monotonic()
+
+    @property
+    def live(self) -> LiveSwarm:
+        """The swarm while it runs."""
+        assert self._live, "this belongs inside `async with run.swarm()`"
+        return self._live
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return self.spec.config.seed
+
+    @contextlib.asynccontextmanager
+    async def swarm(self) -> AsyncIterator[LiveSwarm]:
+        """A swarm with its engine started: one of its own, or the one that --swarm names.
+
+        Raises:
+            UsageError: the folder is taken, or the named swarm trains something else.
+            SwarmFailedError: the engine does not come up.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            swarm = await stack.enter_async_context(self._connect())
+            client = await stack.enter_async_context(AsyncSwarmClient(swarm.url, swarm.token))
+            live = LiveSwarm(swarm, client, await self._config_with_weights(swarm))
+            await stack.enter_async_context(background(live.progress.follow(client)))
+            await stack.enter_async_context(collected(swarm, client, self.settings))
+            self.record.emit("phase", text=f"starting the engine at {swarm.url}", url=swarm.url)
+            await live.open(goes_on=self.record.find("evaluation") is not None)
+            self._live = live
+            yield live
+
+    @contextlib.asynccontextmanager
+    async def _connect(self) -> AsyncIterator[Swarm]:
+        if self.settings.swarm_url and self.settings.token_file:
+            token = read_token(self.settings.token_file)
+            yield Swarm(self.settings.swarm_url, token, run_dir=self.settings.token_file.resolve().parent)
+        else:
+            async with embedded_swarm(self.settings.run_dir) as swarm:
+                yield swarm
+
+    async def _config_with_weights(self, swarm: Swarm) -> EngineConfig:
+        """The engine's config with the start weights in it, warmed up first where none ship for these rules."""
+        template, rules = library.load(self.spec.template), self.spec.rules
+        name = self.spec.start_weights
+        if name == template.start_weights and not warmup.is_shipped(template, rules):
+            cache = home_folder() / MODELS
+            name, card = await warmup.warm_up(
+                template, rules, cache, tell=lambda text: self.record.emit("phase", text=text) and None
+            )
+            if not self.record.find("warmup", name=name):
+                self.record.emit("warmup", name=name, text=card.in_words(), card=json.loads(card.to_json()))
+            copy_model(cache / name, swarm.run_dir / MODELS / name)
+        return self.spec.config.model_copy(update={"policies": {POLICY: PolicyConfig(model=name)}})
+
+    @contextlib.asynccontextmanager
+    async def games(self, rollout: Rollout) -> AsyncIterator[EnvHost]:
+        """The process that plays the games, and the function that takes the policy through one."""
+        async with EnvHost(self.settings.project, self.spec.rules) as host:
+            self._host, self._rollout = host, rollout
+            yield host
+
+    async def measure_scripted_levels(self) -> None:
+        """What scripted players earn on the held-out games: the floor of legal random play, and an honest player."""
+        for player in library.load(self.spec.template).levels:
+            if self.record.find("level", player=player):
+                continue
+            env = self._env()
+            rewards = []
+            for index in range(self.spec.training.eval_games):
+                turn = await env.reset(seeds.held_out_seed(index))
+                while "rewards" not in turn:
+                    turn = await env.step(await env.suggest(player))
+                rewards.append(mean_reward(turn["rewards"]))
+            await env.close()
+            interval = t_interval(rewards)
+            ends = [interval.low, interval.high]
+            self.record.emit("level", player=player, mean=interval.mean, ci=ends, n_groups=interval.n)
+
+    async def check_that_it_can_learn(self) -> None:
+        """Play some groups that are never trained: only different rewards within a group can teach anything.
+
+        Raises:
+            TooSmallError: too few groups have any.
+        """
+        group_size = self.spec.config.trainer.group_size
+        event = self.record.find("variance")
+        if event is None:
+            games = [
+                Task(f"probe-{i}", {"seed": seeds.train_seed(self.seed, "probe", i)}) for i in range(NUM_PROBE_GROUPS)
+            ]
+            results = await self.live.play(games, self._play(temperature=1), mode=Mode.DEBUG, group_size=group_size)
+            share = share_with_variance([list(rewards) for rewards in by_agent(results)])
+            event = self.record.emit("variance", share=share, n_groups=len(games), limit=MIN_SHARE_WITH_VARIANCE)
+        if event["share"] < MIN_SHARE_WITH_VARIANCE:
+            raise TooSmallError(
+                f"nano is too small for this: in {event['share']:.0%} of {event['n_groups']} games its {group_size} "
+                f"attempts were paid differently, and learning by comparison needs {MIN_SHARE_WITH_VARIANCE:.0%}; "
+                "make the game easier (fewer cells, players or stones), or train a larger policy"
+            )
+
+    def steps_left(self) -> Iterable[int]:
+        """The updates to do, after those that the swarm has done already."""
+        return range(self.live.step + 1, self.spec.training.updates + 1)
+
+    async def update(self, step: int) -> None:
+        """Play one batch of train games and wait for the update that it makes."""
+        num_games = self.spec.config.trainer.tasks_per_update
+        first = (step - 1) * num_games
+        games = [Task(f"train-{i}", {"seed": seeds.train_seed(self.seed, i)}) for i in range(first, first + num_games)]
+        play = self._play(temperature=1)
+
+        def played(num_episodes: int) -> Play:
+            if not self.settings.shuffle_rewards:
+                return play
+            return Shuffled(play, num_episodes, seeds.shuffle_seed(self.seed, step))
+
+        done = await self.live.update(step, games, played)
+        if not self.record.find("step", step=step):
+            self.record.emit("step", updates=self.spec.training.updates, **done)
+
+    def is_time_to_evaluate(self, step: int) -> bool:
+        """Whether an evaluation belongs after this update; the last update has its own."""
+        return step % self.spec.training.eval_every == 0 and step < self.spec.training.updates
+
+    async def evaluate(self, label: str, *, temperature: float) -> None:
+        """Play every held-out game once; the interval is over games.
+
+        Args:
+            label: `before`, `during` or `after`.
+            temperature: of the policy's replies; 0 is greedy.
+        """
+        step = self.live.step
+        place = {"label": label, "temperature": temperature}
+        if self.record.find("evaluation", **place, **({} if label == "before" else {"step": step})):
+            return
+        started = time.monotonic()
+        games = [Task(f"heldout-{i}", {"seed": seeds.held_out_seed(i)}) for i in range(self.spec.training.eval_games)]
+        samples: dict[str, list[Any]] = {}
+        results = await self.live.play(
+            games,
+            self._play(temperature=temperature, samples=samples),
+            mode=Mode.EVAL,
+            tags={"split": HELD_OUT, "temperature": f"{temperature:g}", "label": label},
+        )
+        rewards = [mean_reward(result.rewards) for result in results if is_judged(result)]
+        interval = t_interval(rewards)
+        self.record.emit(
+            "evaluation",
+            **place,
+            step=step,
+            mean=interval.mean,
+            ci=[interval.low, interval.high],
+            n_groups=interval.n,
+            n_lost=len(games) - interval.n,
+            seconds=round(time.monotonic() - started, 3),
+            rewards=rewards,
+            samples=[samples[task.task_id] for task in games if task.task_id in samples][:NUM_SAMPLES],
+        )
+
+    def finish(self) -> None:
+        """Write results.json and say that the run is over."""
+        path = self.settings.run_dir / RESULTS_FILE
+        results = {
+            "template": self.spec.template,
+            "template_version": self.spec.template_version,
+            "rules": self.spec.rules,
+            "seed": self.seed,
+            "updates": self.live.step,
+            "lockstep": self.spec.config.lockstep,
+            "shuffled_rewards": self.settings.shuffle_rewards,
+            "experiment": self.settings.experiment,
+            "model": self.live.config.policies[POLICY].model,
+            "warmup": self.record.find("warmup"),
+            "variance": self.record.find("variance"),
+            "levels": self.record.all("level"),
+            "evaluations": self.record.all("evaluation"),
+            "steps": self.record.all("step"),
+        }
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(results, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+        self.record.emit("result", path=str(path), seconds=round(time.monotonic() - self._started, 1))
+
+    def _env(self) -> Env:
+        assert self._host, "this belongs inside `async with run.games(rollout)`"
+        return self._host.env()
+
+    def _play(self, *, temperature: float, samples: dict[str, list[Any]] | None = None) -> Play:
+        """How one episode of a task is played; what happened in it goes into `samples` by task."""
+        assert self._rollout, "this belongs inside `async with run.games(rollout)`"
+        rollout = self._rollout
+
+        async def play(episode: Episode, task: Task) -> None:
+            env = Watched(self._env())
+            try:
+                await rollout(episode, env, task.data["seed"], temperature=temperature)
+            except (EnvCrashedError, EnvTimeoutError) as error:
+                # Nobody's reply is to blame, so nobody is paid for it; the swarm counts it and asks for another.
+                self.record.emit("phase", text=f"a game was lost: {error}")
+                await episode.end(reward=None, outcome=Outcome.ENV_ERROR)
+                return
+            if samples is not None and env.record is not None:
+                samples[task.task_id] = env.record
+            await env.close()
+
+        return play
+
+
+class Watched:
+    """An environment that remembers what happened in its game."""
+
+    def __init__(self, env: Env) -> None:
+        self._env = env
+        self.record: list[Any] | None = None
+        """Once the game is over."""
+
+    async def reset(self, seed: int) -> dict[str, Any]:
+        """Start the game of a seed."""
+        return self._seen(await self._env.reset(seed))
+
+    async def step(self, text: str) -> dict[str, Any]:
+        """Play the reply of the seat to move."""
+        return self._seen(await self._env.step(text))
+
+    async def close(self) -> None:
+        """Forget the game."""
+        await self._env.close()
+
+    def _seen(self, turn: dict[str, Any]) -> dict[str, Any]:
+        self.record = turn["record"] if "rewards" in turn else None
+        return turn
+
+
+def mean_reward(rewards: Mapping[str, float | None]) -> float:
+    """What an episode is worth: the mean over its judged agents."""
+    judged = [reward for reward in rewards.values() if reward is not None]
+    return sum(judged) / len(judged)
+
+
+def is_judged(result: EpisodeResult) -> bool:
+    """Whether anybody in an episode got a reward."""
+    return any(reward is not None for reward in result.rewards.values())
+
+
+def by_agent(results: Iterable[EpisodeResult]) -> Iterable[list[float]]:
+    """Rewards of each task's agents over its episodes: what each is measured against."""
+    groups: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for result in results:
+        for agent, reward in result.rewards.items():
+            if reward is not None:
+                groups[result.task_id, agent].append(reward)
+    return groups.values()
+
+
+def copy_model(source: Path, target: Path) -> None:
+    """Put warmed-up weights where a server looks for them; whole or not at all."""
+    if not target.exists():
+        draft = target.with_name(f".{target.name}.draft")
+        shutil.copytree(source, draft, dirs_exist_ok=True)
+        draft.rename(target)
+
+
+@contextlib.asynccontextmanager
+async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run some work beside the block and end it with the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextlib.asynccontextmanager
+async def collected(swarm: Swarm, client: AsyncSwarmClient, settings: Settings) -> AsyncIterator[None]:
+    """Write the swarm's events as rows of the run's experiment beside the block, to the last one.
+
+    Raises:
+        CollectorError: not every row could be written; the swarm still has the events.
+    """
+    if settings.experiment is None:
+        yield
+        return
+    # Imported here: a run without a database does not wait for its libraries.
+    from experiments_db.collect import Collector
+
+    with Collector(swarm.url, swarm.token, settings.db_url, settings.experiment).run_in_thread() as collector:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(SwarmError):  # a swarm that is gone has no more events now
+                last = (await client.status()).last_seq
+                await asyncio.to_thread(collector.drain, last)
+
+
+def begin(settings: Settings, record: Record) -> None:
+    """Write down what the run is, or see that it goes on as what it was begun.
+
+    Raises:
+        UsageError: the folder holds a run with other settings.
+    """
+    now = {"spec": settings.spec.model_dump(mode="json"), "shuffle_rewards": settings.shuffle_rewards}
+    before = record.find("begin")
+    if before is None:
+        record.emit("begin", **now)
+        return
+    changed = sorted(differences({name: before[name] for name in now}, now))
+    if changed:
+        raise UsageError(
+            f"{settings.run_dir} holds a run that was begun with another {changed[0]}; start it as it was to go on, or "
+            "name another folder: --run-dir"
+        )
+    record.emit("phase", text=f"going on in {settings.run_dir}")
+
+
+def differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
+    """Dotted paths at which two JSON values differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in one.keys() | other.keys():
+            yield from differences(one.get(name), other.get(name), f"{path}.{name}" if path else name)
+    elif one != other:
+        yield path
+
+
+async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Do some work; SIGINT and SIGTERM call it off in order, so that nothing it started stays behind.
+
+    Raises:
+        StoppedError: it was called off.
+    """
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        task.cancel()
+
+    with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C arrives as a KeyboardInterrupt instead
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise StoppedError(f"stopped by {received[0].name}; the same command goes on from here") from None
+
+
+def main(train: Callable[[Run], Coroutine[Any, Any, None]], *, project_of: str) -> int:
+    """What `python train.py` does; returns its exit code.
+
+    Args:
+        project_of: path of the project's train.py.
+    """
+    try:
+        settings = parse(sys.argv[1:], Path(project_of).resolve().parent)
+        with locked(settings.run_dir):
+            record = Record(settings.run_dir, as_json=settings.as_json)
+            begin(settings, record)
+            asyncio.run(until_stopped(train(Run(settings, record))))
+    except (VibeError, SwarmError, ExperimentsDbError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", 1)
+    except BrokenPipeError:
+        # Whoever read our lines is gone. The record holds them too, so nothing is lost.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"error: {error}; nothing that was played or trained is lost, the same command goes on", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    return 0

@@ -1,0 +1,306 @@
+"""What the commands do: read a description, write the project, run its train.py, show what came of it.
+
+The training itself is the project's own program in a process of its own, as a person would start it; this module only
+listens to its JSON lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from experiments_db.engine import HOME_VARIABLE, Database, default_url, home_folder, open_database
+from experiments_db.models import JobState, StudyKind
+from experiments_db.ulid import new_ulid
+from experiments_db.writes import Attempt, begin_attempt, create_single_run, record_job
+from vibe import library, plot, render, screen
+from vibe.brain import BRAINS
+from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError, UsageError
+from vibe.project import RESULTS_FILE, ProjectSpec, project_for
+from vibe.record import RECORD_FILE, read
+from vibe.run_folder import refuse_if_taken
+
+PROJECTS, RUNS = "projects", "runs"
+"""Folders of A3R_HOME."""
+LOG_FILE = "train.log"
+CURVE_FILE = "curve.png"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user typed."""
+
+    description: str
+    brain: str = "offline"
+    out: Path | None = None
+    """Folder of the project; None takes one in A3R_HOME, named by the game and the content."""
+    run_dir: Path | None = None
+    swarm_url: str | None = None
+    token_file: Path | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Dotted path of a setting to its value as JSON."""
+    force: bool = False
+    as_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A project on disk."""
+
+    spec: ProjectSpec
+    folder: Path
+    sha256: str
+
+
+def write_from_words(request: Request) -> Written:
+    """Read a description and write its project; prints what became of every sentence."""
+    console = Console()
+    game = BRAINS[request.brain]().read(request.description)
+    spec = project_for(game).with_settings(request.settings)
+    files = render.render(spec)
+    sha256 = render.content_hash(files)
+    folder = request.out or home_folder() / PROJECTS / f"{spec.template}-{sha256[:8]}"
+    is_new = render.write(files, folder, force=request.force)
+    if request.as_json:
+        screen.emit({"event": "spec", **game.model_dump(mode="json")})
+        screen.emit({"event": "project", "path": str(folder), "sha256": sha256, "is_new": is_new})
+    else:
+        console.print(screen.reading(game))
+        console.print(Text(f"The project is in {folder}" + ("" if is_new else " (it was there already)")))
+    return Written(spec, folder, sha256)
+
+
+def show_templates(*, as_json: bool) -> None:
+    """Every game there is, with its rules and their ranges."""
+    templates = [library.load(name) for name in library.names()]
+    if as_json:
+        for template in templates:
+            knobs = {
+                knob.name: {
+                    "default": knob.default,
+                    "meaning": knob.meaning,
+                    **({"choices": list(knob.choices)} if knob.choices else {"low": knob.low, "high": knob.high}),
+                }
+                for knob in template.knobs
+            }
+            screen.emit({"event": "template", "name": template.name, "title": template.title, "rules": knobs})
+        return
+    table = Table("template", "describe it like this", "rules")
+    for template in templates:
+        rules = [
+            f"{knob.name}: {', '.join(knob.choices) if knob.choices else f'{knob.low} to {knob.high} {knob.unit}'}"
+            for knob in template.knobs
+        ]
+        table.add_row(template.name, Text(template.examples[0]), Text("\n".join(rules)))
+    Console().print(table)
+
+
+def train_from_words(request: Request) -> None:
+    """Write the project, train on it, show what was learned.
+
+    Raises:
+        VibeError: with the exit code of the command.
+        KeyboardInterrupt: after the training has ended in order.
+    """
+    if (request.swarm_url is None) != (request.token_file is None):
+        raise UsageError("--swarm and --token-file go together: the URL says where, the token opens it")
+    written = write_from_words(request)
+    run_dir = (request.run_dir or home_folder() / RUNS / new_ulid()).resolve()
+    refuse_if_taken(run_dir)
+    database = open_database()
+    experiment, attempt = begin(database, request, written, run_dir)
+    with recorded(database, attempt):
+        watch(request, written, run_dir, experiment)
+    show_results(request, written, run_dir, experiment)
+
+
+def begin(database: Database, request: Request, written: Written, run_dir: Path) -> tuple[str, Attempt]:
+    """Write the run down before it starts: its id, and the job that this process reports on."""
+    spec = written.spec
+    question = request.description
+    with database.write() as session:
+        experiment = create_single_run(
+            session,
+            StudyKind.VIBE,
+            question,
+            spec.template,
+            spec.rules,
+            key=str(run_dir),
+            seed_train=spec.config.seed,
+            template_version=spec.template_version,
+            template_sha=written.sha256,
+            controls={"config": spec.config.model_dump(mode="json"), "training": spec.training.model_dump(mode="json")},
+            objective=f"train on {spec.title}",
+            command=command(request, written, run_dir),
+            metrics=["reward_mean", "held-out reward"],
+            run_dir=str(run_dir),
+        )
+        attempt = begin_attempt(session, experiment)
+        record_job(
+            session, attempt.job_id, JobState.SUBMITTED, fencing=attempt.fencing, log_path=str(run_dir / LOG_FILE)
+        )
+    return experiment, attempt
+
+
+def command(request: Request, written: Written, run_dir: Path) -> list[str]:
+    """How the project's training is started, without the rows it writes."""
+    words = [sys.executable, str(written.folder.resolve() / "train.py"), "--run-dir", str(run_dir), "--json"]
+    if request.swarm_url and request.token_file:
+        words += ["--swarm", request.swarm_url, "--token-file", str(request.token_file.resolve())]
+    return words
+
+
+@contextlib.contextmanager
+def recorded(database: Database, attempt: Attempt) -> Iterator[None]:
+    """Write down how the training ends, whichever way it does."""
+
+    def report(state: JobState, cause: str | None = None, exit_code: int | None = None) -> None:
+        with database.write() as session:
+            record_job(session, attempt.job_id, state, fencing=attempt.fencing, cause=cause, exit_code=exit_code)
+
+    report(JobState.RUNNING)
+    try:
+        yield
+    except StoppedError:
+        report(JobState.CANCELLED, "interrupted", INTERRUPTED)
+        raise
+    except TrainingFailedError as error:
+        report(JobState.FAILED_CODE, str(error).splitlines()[0], error.exit_code)
+        raise
+    except BaseException as error:
+        report(JobState.FAILED_CODE, f"{type(error).__name__}: {error}")
+        raise
+    report(JobState.SUCCEEDED, exit_code=0)
+
+
+def watch(request: Request, written: Written, run_dir: Path, experiment: str) -> None:
+    """Run the project's training and show it as it goes; on Ctrl-C it ends in order.
+
+    Raises:
+        TrainingFailedError: it ended with an error, which the message repeats.
+        StoppedError: it was asked to stop, and has.
+    """
+    spec = written.spec
+    words = [*command(request, written, run_dir), "--experiment", experiment, "--db", default_url()]
+    with (run_dir / LOG_FILE).open("ab") as log, Forwarded() as signals:
+        start_of_log = log.tell()
+        # A session of its own, so that one Ctrl-C reaches it once: through here.
+        child = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=os.environ | {HOME_VARIABLE: str(home_folder())},
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        signals.to(child.pid)
+        try:
+            assert child.stdout
+            with screen.screen(Console(), spec.title, spec.training.updates, as_json=request.as_json) as shown:
+                for line in child.stdout:
+                    shown.show(json.loads(line))
+            child.wait()
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    if signals.num_received:
+        raise StoppedError(f"stopped; {how_to_go_on(run_dir)}")
+    if child.returncode != 0:
+        said = (run_dir / LOG_FILE).read_bytes()[start_of_log:].decode(errors="replace").strip()
+        message = said.removeprefix("error: ") or f"the training ended with code {child.returncode}"
+        raise TrainingFailedError(message, child.returncode if child.returncode > 0 else 1)
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    """How to go on."""
+    return f"nothing that was played or trained is lost: the same command with --run-dir {run_dir} goes on from here"
+
+
+class Forwarded:
+    """While the block runs, SIGINT and SIGTERM go to a child's process group instead of ending this program."""
+
+    def __init__(self) -> None:
+        self.num_received = 0
+        self._group: int | None = None
+        self._waiting: int | None = None
+        """A signal that came before the child did."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def to(self, group: int) -> None:
+        """The process group that gets the signals from now on."""
+        self._group = group
+        if self._waiting is not None:
+            self._send(self._waiting)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.num_received += 1
+        if self._group is None:
+            self._waiting = number
+        else:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        assert self._group is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._group, number)
+
+
+def show_results(request: Request, written: Written, run_dir: Path, experiment: str) -> None:
+    """Before and after, three games, the curve, and where everything is."""
+    record = list(read(run_dir / RECORD_FILE))
+    evaluations = [event for event in record if event["event"] == "evaluation"]
+    levels = [event for event in record if event["event"] == "level"]
+    curve = run_dir / CURVE_FILE
+    plot.save_picture(record, written.spec.title, curve)
+    sampled = [event for event in evaluations if event["temperature"] == 1]
+    if request.as_json:
+        screen.emit(
+            {
+                "event": "result",
+                "run": experiment,
+                "project": str(written.folder.resolve()),
+                "run_dir": str(run_dir),
+                "results": str(run_dir / RESULTS_FILE),
+                "curve": str(curve),
+                "evaluations": [event for event in evaluations if event["label"] != "during"],
+                "levels": levels,
+            }
+        )
+        return
+    console = Console()
+    for panel in screen.games(sampled[-1]["samples"]):
+        console.print(panel)
+    console.print(screen.results(evaluations, levels))
+    for name, value in (
+        ("run", experiment),
+        ("project", written.folder.resolve()),
+        ("curve", curve),
+        ("results", run_dir / RESULTS_FILE),
+    ):
+        console.print(Text(f"{name:<8} {value}"), soft_wrap=True)
