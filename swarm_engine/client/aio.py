@@ -21,6 +21,7 @@ from swarm_engine.client.errors import (
     SwarmRequestError,
     SwarmUnavailableError,
 )
+from swarm_engine.client.http import HttpError, HttpPool
 from swarm_engine.types import EngineState, Mode, Outcome
 
 MAX_CONNECTIONS = 1024
@@ -163,6 +164,7 @@ class AsyncSwarmClient:
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
         # Proxies of the environment are for the world outside; a swarm is reached directly.
         self._http = httpx.AsyncClient(limits=limits, timeout=TIMEOUT, trust_env=False)
+        self._plain = HttpPool()
         self._live: dict[str, Episode] = {}
         self._beating: asyncio.Task[None] | None = None
 
@@ -177,15 +179,17 @@ class AsyncSwarmClient:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait({self._beating})
+        self._plain.close()
         await self._http.aclose()
 
     async def _request(self, method: str, url: str, body: Any, headers: Mapping[str, str]) -> Any:
-        content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        content = b"" if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        headers = {**headers, "content-type": "application/json"}
         try:
-            answer = await self._http.request(
-                method, url, content=content, headers={**headers, "content-type": "application/json"}
-            )
-        except httpx.TransportError as error:
+            if url.startswith("http:"):
+                return wire.read_answer(*await self._plain.request(method, url, content, headers))
+            answer = await self._http.request(method, url, content=content, headers=headers)
+        except (HttpError, httpx.TransportError) as error:
             raise SwarmUnavailableError(
                 f"no answer from {self.url} ({type(error).__name__}: {error}); is the swarm running?"
             ) from error

@@ -157,6 +157,7 @@ async def serve(options: ServeOptions, on_listening: Callable[[dict[str, Any]], 
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=120,
                 timeout_graceful_shutdown=3,
             )

@@ -137,7 +137,9 @@ class EpisodeTracker:
         later = tuple(map(codec.protect, messages[num_known:]))
         marked = codec.render([*base.draft.protected, answer_message(SENTINEL), *later])
         head, _, tail = marked.partition(SENTINEL)
-        if head != base.draft.rendered or SENTINEL in tail:
+        # Some templates put a blank between their generation prompt and an answer; the model wrote its own, or none.
+        gap = head[len(base.draft.rendered) :]
+        if not head.startswith(base.draft.rendered) or gap.strip() or SENTINEL in tail:
             return None
         protected = (*base.draft.protected, answer, *later)
         rendered = codec.render(protected)

@@ -19,6 +19,8 @@ import pytest
 from swarm_engine.client import SwarmClient
 
 HERE = Path(__file__).parent
+# Test modules are imported without a package; this lets them share `tiny_tokenizer`.
+sys.path.append(str(HERE))
 
 
 @dataclass

@@ -1,0 +1,160 @@
+"""The journal on a real disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_engine.errors import JournalError
+from swarm_engine.server.journal import BatchWrite, EpisodeRow, EventWrite, Journal, MetaWrite, UnpoolWrite
+from swarm_engine.types import BatchRecord, Mode
+
+
+def episode(name: str, place: int = 0, position: int = 1, *, is_pooled: bool = True) -> EpisodeRow:
+    return EpisodeRow(
+        episode_id=name,
+        mode=Mode.TRAIN,
+        task_id="task",
+        group_id=f"task#{position}",
+        place=place,
+        attempt=0,
+        position=position,
+        is_pooled=is_pooled,
+        rewards={"main": 1.0},
+        request="{}",
+        record=b'{"a":1}',
+    )
+
+
+def within(path: Path, work: Callable[[Journal], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        journal = Journal(path / "journal.db", clock=lambda: 12.5)
+        try:
+            await work(journal)
+        finally:
+            await journal.close()
+
+    asyncio.run(main())
+
+
+def test_events_are_numbered_without_a_gap_and_survive_a_new_start(tmp_path: Path) -> None:
+    async def write(journal: Journal) -> None:
+        await asyncio.gather(*(journal.append(EventWrite.of("kind", number=number)) for number in range(50)))
+
+    async def read(journal: Journal) -> None:
+        found = await journal.events_after(0)
+        assert [event.seq for event in found] == list(range(1, 101))
+        assert [json.loads(event.payload)["number"] for event in found] == [*range(50), *range(50)]
+        assert json.loads(found[0].as_json()) == {"seq": 1, "at": 12.5, "kind": "kind", "payload": {"number": 0}}
+        assert [event.seq for event in await journal.events_after(97)] == [98, 99, 100]
+
+    within(tmp_path, write)
+    within(tmp_path, write)
+    within(tmp_path, read)
+
+
+def test_a_write_that_was_answered_is_seen_by_another_process(tmp_path: Path) -> None:
+    async def work(journal: Journal) -> None:
+        await journal.append(episode("e1"), EventWrite.of("episode", episode_id="e1"))
+        other = sqlite3.connect(tmp_path / "journal.db")
+        assert other.execute("SELECT episode_id FROM episodes").fetchall() == [("e1",)]
+        other.close()
+
+    within(tmp_path, work)
+
+
+def test_a_batch_takes_its_episodes_and_gives_them_back_in_its_order(tmp_path: Path) -> None:
+    async def work(journal: Journal) -> None:
+        await journal.append(*(episode(f"e{number}", number) for number in range(3)))
+        record = BatchRecord(step=1, episode_ids=("e2", "e0"), seed=2**63 - 1)
+        await journal.append(BatchWrite(record))
+        assert [row.episode_id for row in journal.open_episodes()] == ["e1"]
+        assert [row.episode_id for row in journal.episodes_of(record)] == ["e2", "e0"]
+        assert journal.batches_after(0) == [record]
+        assert journal.batches_after(1) == []
+        assert journal.last_step() == 1
+        assert journal.closed_groups() == {"task#1": "task"}
+
+    within(tmp_path, work)
+
+
+def test_episodes_of_a_group_that_was_given_up_are_not_offered_again(tmp_path: Path) -> None:
+    async def work(journal: Journal) -> None:
+        await journal.append(episode("e1"), episode("e2", position=2), episode("e3", position=3, is_pooled=False))
+        await journal.append(UnpoolWrite(("e1",)))
+        assert [row.episode_id for row in journal.open_episodes()] == ["e2"]
+        assert journal.closed_groups() == {"task#1": "task"}
+        assert journal.next_position() == 4
+
+    within(tmp_path, work)
+
+
+def test_an_episode_can_be_written_once_only_and_a_failed_write_leaves_nothing_by_half(tmp_path: Path) -> None:
+    async def work(journal: Journal) -> None:
+        await journal.append(episode("e1"))
+        with pytest.raises(JournalError, match="UNIQUE"):
+            await journal.append(EventWrite.of("episode"), episode("e1"))
+        assert await journal.events_after(0) == []
+        with pytest.raises(JournalError):
+            await journal.append(EventWrite.of("later"))
+        journal.reopen()
+        await journal.append(EventWrite.of("again"))
+        assert [event.kind for event in await journal.events_after(0)] == ["again"]
+
+    within(tmp_path, work)
+
+
+def test_a_full_disk_fails_the_write_with_a_way_out_and_keeps_what_was_answered(tmp_path: Path) -> None:
+    errors: list[JournalError] = []
+
+    async def main() -> None:
+        journal = Journal(tmp_path / "journal.db", on_error=errors.append)
+        await journal.append(EventWrite.of("kept"))
+        # SQLite's own limit on the file's pages: the same SQLITE_FULL that a full disk gives.
+        database = journal._writer_database
+        (pages,) = database.execute("PRAGMA page_count").fetchone()
+        database.execute(f"PRAGMA max_page_count={pages + 2}")
+        with pytest.raises(JournalError, match=r"is full.*make room") as caught:
+            await journal.append(EventWrite.of("too much", text="x" * 100_000))
+        assert caught.value.status == 507
+        assert len(errors) == 1
+        assert [event.kind for event in await journal.events_after(0)] == ["kept"]
+        journal.reopen()
+        await journal.append(EventWrite.of("after making room"))
+        assert [event.seq for event in await journal.events_after(0)] == [1, 2]
+        await journal.close()
+
+    asyncio.run(main())
+
+
+def test_a_journal_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "journal.db")
+    database.execute("PRAGMA user_version=99")
+    database.close()
+
+    async def main() -> None:
+        with pytest.raises(JournalError, match=r"newer version .journal 99, this one reads 1"):
+            Journal(tmp_path / "journal.db")
+
+    asyncio.run(main())
+
+
+def test_an_event_with_a_number_that_is_not_finite_is_refused_where_it_is_made() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        EventWrite.of("step", loss=float("nan"))
+
+
+def test_named_values_are_replaced(tmp_path: Path) -> None:
+    async def work(journal: Journal) -> None:
+        assert journal.meta("key") is None
+        await journal.append(MetaWrite("key", "one"))
+        await journal.append(MetaWrite("key", "two"))
+        assert journal.meta("key") == "two"
+
+    within(tmp_path, work)
