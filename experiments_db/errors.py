@@ -9,7 +9,8 @@
     ├── NotFoundError           no row with this id
     ├── ConflictError           the key is taken by a row with other content
     ├── TransitionError         a job can't go from its state to this one
-    └── StaleWriterError        another process has taken the job over
+    ├── StaleWriterError        another process has taken the job over
+    └── CollectorError          a server's events can't be followed, or are not all here yet
 
 The message is for the person who typed the command: the value, the limit, the way out.
 """
@@ -55,6 +56,10 @@ class TransitionError(ExperimentsDbError, ValueError):
 
 class StaleWriterError(ExperimentsDbError):
     """Another process has taken the job over since this one did."""
+
+
+class CollectorError(ExperimentsDbError):
+    """A server's events can't be followed, or are not all in the database yet."""
 
 
 def first_line(error: BaseException | None) -> str:

@@ -892,7 +892,7 @@ def _put_once(session: Session, row: R, *, by: Sequence[str], same: Sequence[str
     is_new = False
     there = _find(session, row, by)
     if there is None:
-        is_new = _insert(session, row)
+        is_new = insert_once(session, row)
         there = _find(session, row, by)
     if there is None:
         raise ConflictError(f"another {row.__tablename__} is there in place of the one with {_named(row, by)}")
@@ -905,7 +905,7 @@ def _put_once(session: Session, row: R, *, by: Sequence[str], same: Sequence[str
     return there, is_new
 
 
-def _insert(session: Session, row: Row) -> bool:
+def insert_once(session: Session, row: Row) -> bool:
     """Add a row unless one with the same key is there, also where another process adds it in the same moment."""
     session.flush()
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
