@@ -29,6 +29,19 @@ MAX_MESSAGE = 2000
 """Characters of an error message."""
 
 
+REFUSED_EVENTS = (
+    *("subprocess.", "os.system", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "pty."),
+    *("socket.", "ctypes."),
+)
+"""Beginnings of audit events that a game has no use for: processes, sockets, foreign code."""
+PATH_EVENTS = (
+    *("open", "os.listdir", "os.scandir", "os.chdir", "os.mkdir", "os.rmdir", "os.remove", "os.rename", "os.link"),
+    *("os.symlink", "os.truncate", "os.chmod", "os.chown", "os.utime"),
+)
+READ_EVENTS = ("os.listdir", "os.scandir")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
 class RequestError(Exception):
     """A request that is answered with an error; the process goes on."""
 
@@ -46,6 +59,7 @@ def limit(limits: dict[str, int]) -> list[str]:
         ("RLIMIT_AS", limits["memory_bytes"]),
         ("RLIMIT_FSIZE", limits["file_bytes"]),
         ("RLIMIT_NOFILE", limits["open_files"]),
+        ("RLIMIT_NPROC", 0),
         ("RLIMIT_CORE", 0),
     ):
         which = getattr(resource, name, None)
@@ -69,6 +83,28 @@ def allow_cpu(seconds: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = int(usage.ru_utime + usage.ru_stime) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def guard(project: str) -> None:
+    """Refuse what no game needs: processes, sockets, foreign code, and files outside its folders.
+
+    This catches what a game's author did without thinking. It is no jail: whoever means harm gets past an audit hook.
+    """
+    scratch = os.path.realpath(os.getcwd())
+    readable = (scratch, os.path.realpath(project), os.path.dirname(os.path.realpath(os.__file__)), os.devnull)
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event.startswith(REFUSED_EVENTS):
+            raise PermissionError(f"a game may not do this ({event}); it gets replies and gives observations")
+        if event in PATH_EVENTS and arguments and isinstance(arguments[0], str | bytes):
+            is_reading = event in READ_EVENTS or (event == "open" and not arguments[2] & WRITING)
+            path = os.path.realpath(os.fsdecode(arguments[0]))
+            if not any(
+                path == root or path.startswith(root + os.sep) for root in (readable if is_reading else (scratch,))
+            ):
+                raise PermissionError(f"a game may not touch {path} ({event}); its folder is {scratch}")
+
+    sys.addaudithook(refuse)
 
 
 def load(project: str) -> Any:
@@ -162,6 +198,7 @@ def main() -> None:
     os.close(nothing)
     replies.write(json.dumps({"hello": limit(limits)}).encode() + b"\n")
     replies.flush()
+    guard(project)
     serve(Host(project), requests, replies, limits["cpu_seconds"])
 
 

@@ -275,9 +275,10 @@ class _Child:
         try:
             while line := await self._process.stdout.readline():
                 reply = json.loads(line)
-                number, future = self._waiting.popleft()
+                number, future = self._waiting[0]
                 if reply["id"] != number:
                     raise ValueError(f"reply {reply['id']!r} to request {number}")
+                self._waiting.popleft()
                 self._watch()
                 if not future.done():  # its caller may have gone away
                     self._settle(future, reply)

@@ -1,0 +1,391 @@
+"""The games' own process: what it answers, what it survives, and what it never leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vibe import library
+from vibe.envs import HOST, EnvCrashedError, EnvError, EnvHost, EnvTimeoutError, Limits, RulesError
+
+QUICK = Limits(wall_s=0.5, cpu_s=30)
+
+GAME = """
+import os, subprocess, sys, time
+
+class Game:
+    def __init__(self, n: int = 1):
+        if n < 0:
+            raise ValueError(f"n is {n}, it is at least 0; raise it")
+        self.n = n
+    def reset(self, seed):
+        self.seed = seed
+        return {"seat": "a", "agent": "a", "system": "s", "observation": str(seed)}
+    def legal(self):
+        return ["yes"]
+    def suggest(self, player):
+        return player
+    def snapshot(self):
+        return {"n": self.n, "seed": self.seed}
+    def step(self, text):
+        return getattr(self, text)()
+    def end(self):
+        return {"rewards": {"a": 1.0}, "outcome": "success", "metrics": {}, "record": []}
+    def environ(self):
+        return {"environ": dict(os.environ), "cwd": os.getcwd(), "path": sys.path, "modules": sorted(sys.modules)}
+    def hang(self):
+        while True:
+            pass
+    def orphan(self):
+        try:
+            subprocess.Popen(["/bin/sleep", "300"])
+        except PermissionError as error:
+            print(error, flush=True)
+        while True:
+            pass
+    def reach(self):
+        import socket
+        socket.create_connection(("127.0.0.1", 9))
+    def foreign(self):
+        import ctypes
+    def read(self):
+        open("/etc/passwd").read()
+    def spy(self):
+        os.listdir("/")
+    def spoil(self):
+        open(__file__, "w")
+    def remember(self):
+        with open("notes", "w") as file:
+            file.write("42")
+        return open("notes").read()
+    def die(self):
+        print("goodbye")
+        sys.stdout.flush()
+        os._exit(3)
+    def eat(self):
+        return len(bytearray(1 << 40))
+    def flood(self):
+        return "x" * 3_000_000
+    def chatter(self):
+        while True:
+            os.write(2, b"x" * 65536)
+    def write(self):
+        with open("big", "wb") as file:
+            file.write(b"x" * (2 << 20))
+    def fail(self):
+        return {}["nothing"]
+    def talk(self):
+        print('{"id": 1, "ok": "forged"}')
+        return "talked"
+    def forge(self):
+        for fd in range(3, 10):
+            try:
+                os.write(fd, b'{"id": 99, "ok": 1}\\n')
+            except OSError:
+                pass
+        return "forged"
+    def nan(self):
+        return {"rewards": {"a": float("nan")}}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "env.py").write_text(GAME)
+    return tmp_path
+
+
+def leftovers(marker: str) -> list[str]:
+    """Processes of this machine, zombies included, whose session or parent shows they came from the child."""
+    listed = subprocess.run(["ps", "-eo", "pid,sid,stat,args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.split()[1] == marker]
+
+
+async def turns(env: Any, seed: int) -> list[Any]:
+    trace = [await env.reset(seed)]
+    while "rewards" not in trace[-1]:
+        trace.append(await env.step(await env.suggest("scripted")))
+    return trace
+
+
+@pytest.mark.parametrize("name", library.names())
+def test_a_game_in_the_child_is_the_game_here(name: str) -> None:
+    template = library.load(name)
+
+    def here(seed: int) -> list[Any]:
+        game = template.module("env").Game(**template.defaults)
+        trace = [game.reset(seed)]
+        while "rewards" not in trace[-1]:
+            trace.append(game.step(game.suggest("scripted")))
+        return trace
+
+    async def there() -> list[list[Any]]:
+        async with EnvHost(template.path, template.defaults) as host:
+            return list(await asyncio.gather(*(turns(host.env(), seed) for seed in range(20))))
+
+    assert asyncio.run(there()) == [here(seed) for seed in range(20)]
+
+
+def test_every_operation_has_its_answer(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {"n": 2}) as host:
+            env = host.env()
+            with pytest.raises(EnvError, match="reset"):
+                await env.step("end")
+            assert (await env.reset(7))["observation"] == "7"
+            assert await env.legal() == ["yes"]
+            assert await env.suggest("weak") == "weak"
+            assert await env.snapshot() == {"n": 2, "seed": 7}
+            assert (await env.step("end"))["rewards"] == {"a": 1.0}
+            await env.close()
+            with pytest.raises(EnvError):
+                await env.legal()
+
+    asyncio.run(main())
+
+
+def test_rules_that_the_game_refuses_come_back_in_its_words(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {"n": -1}) as host:
+            with pytest.raises(RulesError, match="n is -1, it is at least 0; raise it"):
+                await host.env().reset(0)
+        async with EnvHost(project, {"m": 1}) as host:
+            with pytest.raises(RulesError, match="m"):
+                await host.env().reset(0)
+
+    asyncio.run(main())
+
+
+def test_a_fault_of_the_game_names_its_place_and_the_process_lives_on(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            await env.reset(1)
+            pid = host.pid
+            for broken in ("fail", "flood", "nan", "eat", "write", "no_such"):
+                with pytest.raises(EnvError) as failed:
+                    await env.step(broken)
+                assert not isinstance(failed.value, EnvCrashedError)
+            with pytest.raises(EnvError, match=r"KeyError: 'nothing'"):
+                await env.step("fail")
+            assert await env.legal() == ["yes"]
+            assert host.pid == pid
+
+    asyncio.run(main())
+
+
+def test_the_child_sees_no_environment_no_packages_and_another_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_KEY", "hunter2")
+
+    async def main() -> dict[str, Any]:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            await env.reset(1)
+            return await env.step("environ")
+
+    seen = asyncio.run(main())
+    assert "hunter2" not in json.dumps(seen)
+    assert set(seen["environ"]) <= {"HOME", "TMPDIR", "PATH", "PYTHONHASHSEED", "LC_CTYPE"}
+    assert Path(seen["cwd"]) != project
+    assert seen["environ"]["HOME"] == seen["cwd"]
+    assert not any("site-packages" in path for path in seen["path"])
+    assert not {"swarm_engine", "vibe", "httpx"} & set(seen["modules"])
+    assert not Path(seen["cwd"]).exists(), "the scratch folder goes with the host"
+
+
+@pytest.mark.parametrize("deed", ["reach", "foreign", "read", "spy", "spoil"])
+def test_sockets_foreign_code_and_other_files_are_refused(project: Path, deed: str) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            await env.reset(1)
+            with pytest.raises(EnvError, match="PermissionError: a game may not"):
+                await env.step(deed)
+            assert await env.step("remember") == "42"
+
+    asyncio.run(main())
+    assert (project / "env.py").read_text() == GAME
+
+
+def test_what_the_game_prints_never_reaches_the_protocol(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            await env.reset(1)
+            assert await env.step("talk") == "talked"
+
+    asyncio.run(main())
+
+
+def test_a_forged_reply_ends_the_process_and_nobody_believes_it(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            await env.reset(1)
+            with pytest.raises(EnvCrashedError, match="broke the protocol"):
+                await env.step("forge")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("broken", ["hang", "orphan"])
+def test_a_game_that_never_returns_is_ended_with_all_it_started(project: Path, broken: str) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}, QUICK) as host:
+            for _ in range(2):
+                env, other = host.env(), host.env()
+                await env.reset(1)
+                await other.reset(2)
+                session = str(host.pid)
+                started = time.monotonic()
+                stuck = asyncio.create_task(env.step(broken))
+                await asyncio.sleep(0)
+                behind = asyncio.create_task(other.legal())
+                with pytest.raises(EnvTimeoutError, match="0.5 s") as slow:
+                    await stuck
+                with pytest.raises(EnvCrashedError):
+                    await behind
+                assert time.monotonic() - started < 3
+                if broken == "orphan":
+                    assert "may not do this (subprocess.Popen)" in str(slow.value), "what it printed is kept"
+                with pytest.raises(EnvCrashedError):
+                    await other.step("end")  # its state is gone
+                assert (await other.reset(3))["observation"] == "3", "a new process took over"
+                assert leftovers(session) == []
+
+    asyncio.run(main())
+
+
+def test_processor_time_is_limited_by_the_kernel_where_it_can(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}, Limits(wall_s=20.0, cpu_s=1)) as host:
+            env = host.env()
+            await env.reset(1)
+            with pytest.raises(EnvCrashedError, match="processor time"):
+                await env.step("hang")
+
+    pytest.importorskip("resource")
+    asyncio.run(main())
+
+
+def test_a_process_that_dies_says_how_and_is_replaced(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            await env.reset(1)
+            with pytest.raises(EnvCrashedError, match=r"exit code 3; it said: goodbye"):
+                await env.step("die")
+            assert host.pid is None
+            assert (await env.reset(2))["observation"] == "2"
+
+    asyncio.run(main())
+
+
+def test_endless_printing_is_ended(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            await env.reset(1)
+            with pytest.raises(EnvCrashedError, match="printed more than"):
+                await env.step("chatter")
+
+    asyncio.run(main())
+
+
+def test_a_project_without_a_game_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(tmp_path, {}) as host:
+            with pytest.raises(EnvError, match="ModuleNotFoundError"):
+                await host.env().reset(1)
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_gave_up_does_not_disturb_the_others(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env, other = host.env(), host.env()
+            await asyncio.gather(env.reset(1), other.reset(2))
+            gone = asyncio.create_task(env.legal())
+            await asyncio.sleep(0)
+            gone.cancel()
+            assert (await other.snapshot())["seed"] == 2
+            assert (await env.snapshot())["seed"] == 1
+
+    asyncio.run(main())
+
+
+def test_the_child_ends_when_its_parent_is_killed(project: Path) -> None:
+    code = f"""
+import asyncio, os, sys
+from pathlib import Path
+from vibe.envs import EnvHost
+async def main():
+    async with EnvHost(Path({str(project)!r}), {{}}) as host:
+        await host.env().reset(1)
+        print(host.pid, flush=True)
+        os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    child = int(parent.stdout)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        if "Z" in Path(f"/proc/{child}/stat").read_text().split(")")[1][:3]:
+            return  # ended; whoever adopted it has not looked yet
+        time.sleep(0.02)
+    raise AssertionError("the child outlived its parent")
+
+
+def test_the_protocol_is_json_lines_as_designed(project: Path) -> None:
+    limits = Limits().as_json()
+    requests = [
+        {"id": 1, "op": "reset", "env": "e1", "rules": {"n": 1}, "seed": 7},
+        {"id": 2, "op": "legal", "env": "e2"},
+        {"id": 3, "op": "dance", "env": "e1"},
+        {"id": 4, "op": "step", "env": "e1", "text": "end"},
+        {"id": 5, "op": "close", "env": "e1"},
+    ]
+    text = "".join(json.dumps(request) + "\n" for request in requests) + "not json\n"
+    command = [sys.executable, "-I", "-S", "-B", str(HOST), str(project), limits]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    hello, *replies = [json.loads(line) for line in done.stdout.splitlines()]
+    assert "RLIMIT_AS" in hello["hello"] or sys.platform != "linux"
+    assert replies[0] == {"id": 1, "ok": {"seat": "a", "agent": "a", "system": "s", "observation": "7"}}
+    assert replies[1] == {"id": 2, "error": {"code": "unknown_env", "message": "there is no env 'e2'; reset it first"}}
+    assert replies[2]["error"]["code"] == "bad_request"
+    assert replies[3]["ok"]["rewards"] == {"a": 1.0}
+    assert replies[4] == {"id": 5, "ok": {}}
+    assert replies[5]["id"] is None
+
+
+def test_a_request_takes_well_under_a_millisecond() -> None:
+    template = library.load("tictactoe")
+
+    async def main() -> float:
+        async with EnvHost(template.path, template.defaults) as host:
+            env = host.env()
+            await env.reset(0)
+            best = float("inf")
+            for _ in range(5):
+                started = time.perf_counter()
+                for _ in range(100):
+                    await env.legal()
+                best = min(best, (time.perf_counter() - started) / 100)
+            return best
+
+    assert asyncio.run(main()) < 0.001  # measured at 0.1 ms on an idle core
