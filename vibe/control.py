@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Hashable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from swarm_engine.client import Episode, Task
 from swarm_engine.types import Outcome
@@ -49,7 +49,7 @@ class Shuffled:
 
     async def __call__(self, episode: Episode, task: Task) -> None:
         """Play one episode and end it with what it was dealt."""
-        await self._play(Held(episode, self), task)
+        await self._play(cast(Episode, Held(episode, self)), task)
 
     async def exchange(self, episode_id: str, earned: Rewards) -> Rewards:
         """Hand rewards in and, when everyone has, take others out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,7 +57,7 @@ class ProjectSpec(GameSpec):
         except ValidationError as error:
             raise ProjectError(f"{path} does not fit: {first_problem(error)}") from error
 
-    def with_settings(self, changes: dict[str, str]) -> Self:
+    def with_settings(self, changes: Mapping[str, str]) -> Self:
         """This project with some of its settings changed.
 
         Args:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,15 +55,16 @@ def refuse_if_taken(run_dir: Path) -> None:
 def _take(handle: int) -> bool:
     """Lock a file for this process alone, or say that somebody else has."""
     try:
-        import fcntl
-    except ImportError:  # Windows
-        import msvcrt
+        if sys.platform == "win32":
+            import msvcrt
 
-        lock, failed = (lambda: msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)), OSError  # type: ignore[attr-defined]
-    else:
-        lock, failed = (lambda: fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)), BlockingIOError
-    try:
-        lock()
-    except failed:
-        return False
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            return False
+        raise
     return True

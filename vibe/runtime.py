@@ -39,6 +39,8 @@ from vibe.stats import share_with_variance, t_interval
 
 MODELS = "models"
 """Folder of warmed-up weights: in A3R_HOME those ever made, in a run's folder those its server may load."""
+SERVER_FILE = "server.json"
+"""Where a swarm's run folder is, this file is."""
 HELD_OUT = "heldout"
 NUM_SAMPLES = 3
 """Games shown at the end, move by move."""
@@ -154,30 +156,45 @@ class Run:
             self.record.emit("phase", text=f"starting the engine at {swarm.url}", url=swarm.url)
             await live.open(goes_on=self.record.find("evaluation") is not None)
             self._live = live
+            self._note_steps()
             yield live
 
     @contextlib.asynccontextmanager
     async def _connect(self) -> AsyncIterator[Swarm]:
         if self.settings.swarm_url and self.settings.token_file:
+            folder = self.settings.token_file.resolve().parent
+            is_here = (folder / SERVER_FILE).is_file()
             token = read_token(self.settings.token_file)
-            yield Swarm(self.settings.swarm_url, token, run_dir=self.settings.token_file.resolve().parent)
+            yield Swarm(self.settings.swarm_url, token, run_dir=folder if is_here else None)
         else:
             async with embedded_swarm(self.settings.run_dir) as swarm:
                 yield swarm
 
     async def _config_with_weights(self, swarm: Swarm) -> EngineConfig:
         """The engine's config with the start weights in it, warmed up first where none ship for these rules."""
-        template, rules = library.load(self.spec.template), self.spec.rules
         name = self.spec.start_weights
-        if name == template.start_weights and not warmup.is_shipped(template, rules):
-            cache = home_folder() / MODELS
-            name, card = await warmup.warm_up(
-                template, rules, cache, tell=lambda text: self.record.emit("phase", text=text) and None
-            )
-            if not self.record.find("warmup", name=name):
-                self.record.emit("warmup", name=name, text=card.in_words(), card=json.loads(card.to_json()))
-            copy_model(cache / name, swarm.run_dir / MODELS / name)
+        template = library.load(self.spec.template)
+        if name == template.start_weights and not warmup.is_shipped(template, self.spec.rules):
+            name = await self._warm_up(template, swarm)
         return self.spec.config.model_copy(update={"policies": {POLICY: PolicyConfig(model=name)}})
+
+    async def _warm_up(self, template: library.Template, swarm: Swarm) -> str:
+        """Clone start weights for these rules, once for all runs, and put them where the swarm loads from."""
+
+        def tell(text: str) -> None:
+            self.record.emit("phase", text=text)
+
+        made = home_folder() / MODELS
+        name, card = await warmup.warm_up(template, self.spec.rules, made, tell=tell)
+        if not self.record.find("warmup", name=name):
+            self.record.emit("warmup", name=name, text=card.in_words(), card=json.loads(card.to_json()))
+        if swarm.run_dir is None:
+            raise UsageError(
+                f"the rules need start weights that the swarm at {swarm.url} does not have; copy {made / name} into "
+                "the folder `models` of its run folder, and name the token.json that lies in that run folder"
+            )
+        copy_model(made / name, swarm.run_dir / MODELS / name)
+        return name
 
     @contextlib.asynccontextmanager
     async def games(self, rollout: Rollout) -> AsyncIterator[EnvHost]:
@@ -241,13 +258,18 @@ class Run:
                 return play
             return Shuffled(play, num_episodes, seeds.shuffle_seed(self.seed, step))
 
-        done = await self.live.update(step, games, played)
-        if not self.record.find("step", step=step):
-            self.record.emit("step", updates=self.spec.training.updates, **done)
+        await self.live.update(step, games, played)
+        self._note_steps()
 
-    def is_time_to_evaluate(self, step: int) -> bool:
-        """Whether an evaluation belongs after this update; the last update has its own."""
-        return step % self.spec.training.eval_every == 0 and step < self.spec.training.updates
+    def _note_steps(self) -> None:
+        """Write down the updates that are not written down yet; an interrupted run may have missed its last ones."""
+        for step, payload in sorted(self.live.progress.steps.items()):
+            if not self.record.find("step", step=step):
+                self.record.emit("step", updates=self.spec.training.updates, **payload)
+
+    def is_time_to_evaluate(self) -> bool:
+        """Whether an evaluation belongs between the last update and the next."""
+        return self.live.step > 0 and self.live.step % self.spec.training.eval_every == 0
 
     async def evaluate(self, label: str, *, temperature: float) -> None:
         """Play every held-out game once; the interval is over games.
@@ -382,6 +404,7 @@ def by_agent(results: Iterable[EpisodeResult]) -> Iterable[list[float]]:
 def copy_model(source: Path, target: Path) -> None:
     """Put warmed-up weights where a server looks for them; whole or not at all."""
     if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f".{target.name}.draft")
         shutil.copytree(source, draft, dirs_exist_ok=True)
         draft.rename(target)

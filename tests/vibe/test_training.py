@@ -1,0 +1,215 @@
+"""A project trains through a swarm of its own: whole, interrupted, with a worker that dies, beside another run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vibe import render
+from vibe.project import ProjectSpec, Training, game_of, project_for
+from vibe.record import RECORD_FILE, read
+from vibe.runtime import differences, parse
+
+TINY = [
+    "--set",
+    "trainer.group_size=2",
+    "--set",
+    "trainer.tasks_per_update=2",
+    "--eval-games",
+    "4",
+    "--eval-every",
+    "2",
+]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project") / "tictactoe"
+    render.write(render.render(project_for(game_of("tictactoe"))), folder)
+    return folder
+
+
+def train(project: Path, run_dir: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(project / "train.py"), "--run-dir", str(run_dir), "--json", *TINY, *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def events_of(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout
+    yield from map(json.loads, process.stdout)
+
+
+def until(process: subprocess.Popen[str], holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    return next(event for event in events_of(process) if holds(event))
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:
+    out, said = process.communicate(timeout=120)
+    return process.returncode, [json.loads(line) for line in out.splitlines()], said
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def are_gone(processes: Sequence[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    return not alive
+
+
+def test_a_run_measures_learns_and_measures_again(project: Path, tmp_path: Path) -> None:
+    code, events, said = finish(train(project, tmp_path / "run", "--updates", "3"))
+    assert code == 0, said
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "begin"
+    assert kinds[-1] == "result"
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
+    measured = [
+        (event["label"], event["step"], event["temperature"], event["n_groups"])
+        for event in events
+        if event["event"] == "evaluation"
+    ]
+    assert measured == [
+        ("before", 0, 1, 4), ("before", 0, 0, 4), ("during", 2, 1, 4), ("after", 3, 1, 4), ("after", 3, 0, 4),
+    ]  # fmt: skip
+    results = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
+    assert [level["player"] for level in results["levels"]] == ["random", "scripted"]
+    assert len(results["steps"]) == 3
+    assert all(len(event["samples"]) == 3 for event in results["evaluations"])
+
+
+def test_a_finished_run_is_not_run_again(project: Path, tmp_path: Path) -> None:
+    assert finish(train(project, tmp_path / "run", "--updates", "0"))[0] == 0
+    code, _, said = finish(train(project, tmp_path / "run", "--updates", "0"))
+    assert code == 2
+    assert "finished" in said
+    assert "--run-dir" in said
+
+
+def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(project: Path, tmp_path: Path) -> None:
+    first = train(project, tmp_path / "run", "--updates", "4")
+    until(first, lambda event: event["event"] == "step" and event["step"] == 2)
+    children = family(first)
+    assert len(children) >= 3, "the swarm's front, its worker and the game's process"
+    first.send_signal(signal.SIGINT)
+    code, _, said = finish(first)
+    assert code == 130
+    assert "goes on" in said
+    assert are_gone(children)
+    code, events, said = finish(train(project, tmp_path / "run", "--updates", "4"))
+    assert code == 0, said
+    assert [event["step"] for event in events if event["event"] == "step"] in ([3, 4], [4])
+    record = list(read(tmp_path / "run" / RECORD_FILE))
+    assert [event["step"] for event in record if event["event"] == "step"] == [1, 2, 3, 4]
+    assert len([event for event in record if event["event"] == "evaluation" and event["label"] == "before"]) == 2
+
+
+def test_a_killed_run_leaves_no_process_and_loses_nothing(project: Path, tmp_path: Path) -> None:
+    first = train(project, tmp_path / "run", "--updates", "3")
+    until(first, lambda event: event["event"] == "step" and event["step"] == 1)
+    children = family(first)
+    first.kill()
+    first.communicate()
+    assert are_gone(children)
+    code, _, said = finish(train(project, tmp_path / "run", "--updates", "3"))
+    assert code == 0, said
+    record = list(read(tmp_path / "run" / RECORD_FILE))
+    assert [event["step"] for event in record if event["event"] == "step"] == [1, 2, 3]
+
+
+def test_a_worker_that_dies_is_started_again_once(project: Path, tmp_path: Path) -> None:
+    process = train(project, tmp_path / "run", "--updates", "4")
+    until(process, lambda event: event["event"] == "step" and event["step"] == 1)
+    kill_worker(process)
+    until(process, lambda event: event["event"] == "step" and event["step"] == 3)
+    kill_worker(process)
+    code, _, said = finish(process)
+    assert code == 1
+    assert "failed again after a new start" in said
+    code, _, said = finish(train(project, tmp_path / "run", "--updates", "4"))
+    assert code == 0, said
+
+
+def kill_worker(process: subprocess.Popen[str]) -> None:
+    (worker,) = [child for child in family(process) if "swarm_engine.worker" in child.cmdline()]
+    worker.kill()
+
+
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(project: Path, tmp_path: Path) -> None:
+    first = train(project, tmp_path / "run", "--updates", "2")
+    until(first, lambda event: event["event"] == "evaluation")
+    code, _, said = finish(train(project, tmp_path / "run", "--updates", "2"))
+    assert code == 2
+    assert f"process {first.pid}" in said
+    code, _, said = finish(first)
+    assert code == 0, said
+
+
+def test_going_on_with_other_settings_is_refused(project: Path, tmp_path: Path) -> None:
+    first = train(project, tmp_path / "run", "--updates", "2")
+    until(first, lambda event: event["event"] == "evaluation")
+    first.send_signal(signal.SIGTERM)
+    assert finish(first)[0] == 130
+    code, _, said = finish(train(project, tmp_path / "run", "--updates", "2", "--seed", "5"))
+    assert code == 2
+    assert "config.seed" in said
+
+
+def test_a_run_trains_on_a_swarm_that_is_there(project: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(tmp_path / "swarm"), "--exit-with-stdin"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stdout
+        listening = json.loads(server.stdout.readline())
+        swarm = ["--swarm", listening["url"], "--token-file", listening["token_file"]]
+        code, events, said = finish(train(project, tmp_path / "run", "--updates", "1", *swarm))
+        assert code == 0, said
+        assert [event["step"] for event in events if event["event"] == "step"] == [1]
+        code, _, said = finish(train(project, tmp_path / "other", "--updates", "1", *swarm))
+        assert code == 2
+        assert "1 updates already" in said or "other settings" in said
+        assert server.stdin
+        server.stdin.close()
+        assert server.wait(timeout=30) == 0
+
+
+def test_a_swarm_that_is_not_there_is_an_error_in_words(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "token.json").write_text('{"operator": "secret"}', encoding="utf-8")
+    swarm = ["--swarm", "http://127.0.0.1:9", "--token-file", str(tmp_path / "token.json")]
+    started = time.monotonic()
+    code, _, said = finish(train(project, tmp_path / "run", *swarm))
+    assert code == 1
+    assert "http://127.0.0.1:9" in said
+    assert "Traceback" not in said
+    assert time.monotonic() - started < 30
+
+
+def test_settings_come_from_the_project_and_the_command_line(project: Path, tmp_path: Path) -> None:
+    words = ["--run-dir", str(tmp_path), "--seed", "7", "--updates", "5", "--set", "trainer.learning_rate=0.003"]
+    settings = parse(words, project)
+    spec = ProjectSpec.load(project)
+    assert settings.spec.training == spec.training.model_copy(update={"updates": 5})
+    assert settings.spec.config.seed == 7
+    assert settings.spec.config.trainer.learning_rate == 0.003
+    assert Training() == spec.training
+
+
+def test_the_settings_that_differ_are_named_by_their_paths() -> None:
+    now = {"spec": {"config": {"seed": 1, "lockstep": False}}, "shuffle_rewards": False}
+    then = {"spec": {"config": {"seed": 2, "lockstep": False}}, "shuffle_rewards": True}
+    assert sorted(differences(now, then)) == ["shuffle_rewards", "spec.config.seed"]
