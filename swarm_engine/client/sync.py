@@ -120,7 +120,8 @@ class SwarmClient:
         self._http = httpx.Client(limits=limits, timeout=TIMEOUT, trust_env=False)
         self._live: dict[str, SyncEpisode] = {}
         self._claiming = threading.Lock()
-        self._closing = threading.Event()
+        self._wake = threading.Event()
+        self._is_closed = False
         self._beating: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -131,7 +132,8 @@ class SwarmClient:
 
     def close(self) -> None:
         """Close the connections."""
-        self._closing.set()
+        self._is_closed = True
+        self._wake.set()
         if self._beating is not None:
             self._beating.join()
         self._http.close()
@@ -233,16 +235,19 @@ class SwarmClient:
     def _keep_alive(self, episode: SyncEpisode) -> None:
         with self._claiming:
             self._live[episode.episode_id] = episode
+            self._wake.set()
             if self._beating is None:
                 self._beating = threading.Thread(target=self._beat, name="swarm heartbeat", daemon=True)
                 self._beating.start()
 
     def _beat(self) -> None:
-        """Renew the leases of quiet episodes."""
-        pause = 1.0
-        while not self._closing.wait(pause):
+        """Renew the leases of quiet episodes until the client is closed."""
+        while not self._is_closed:
             live = list(self._live.values())
-            pause = min([1.0, *(episode._lease.lease_s * QUIET_SHARE / 2 for episode in live)])
+            pause = min((episode._lease.lease_s * QUIET_SHARE / 2 for episode in live), default=None)
+            if self._wake.wait(pause):
+                self._wake.clear()
+                continue
             for episode in live:
                 if time.monotonic() - episode._last_sign < episode._lease.lease_s * QUIET_SHARE:
                     continue

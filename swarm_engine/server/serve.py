@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -126,11 +126,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(options: ServeOptions, on_listening: Callable[[dict[str, Any]], None]) -> None:
-    """Serve until a signal or the end of the standard input.
-
-    Args:
-        on_listening: called with url, run_dir, token_file and pid once requests are answered.
+@contextlib.asynccontextmanager
+async def listening(options: ServeOptions) -> AsyncIterator[Front]:
+    """A front that answers requests inside the block, and ends in order after it.
 
     Raises:
         RunDirError: the folder or the address is taken.
@@ -162,29 +160,61 @@ async def serve(options: ServeOptions, on_listening: Callable[[dict[str, Any]], 
                 timeout_graceful_shutdown=3,
             )
         )
-        ending = _watch_for_end(options.exits_with_stdin)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        front = Front(engine, engine.base_url, run_dir, token_file, serving)
         try:
             if options.is_started:
                 engine.start(options.config)
-            about = {
-                "url": engine.base_url,
-                "run_dir": str(run_dir),
-                "token_file": str(token_file),
-                "pid": os.getpid(),
-                "server_id": engine.server_id,
-            }
-            _write_whole(server_file, json.dumps(about))
-            on_listening(about)
-            both: set[asyncio.Future[Any]] = {ending, serving}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            await engine.close(ending.result() if ending.done() else "the HTTP server ended")
+            _write_whole(server_file, json.dumps(front.about()))
+            yield front
         finally:
+            await engine.close(front.ends_because)
             server.should_exit = True
             await serving
     finally:
         server_file.unlink(missing_ok=True)
         lock.release()
+
+
+@dataclass(slots=True)
+class Front:
+    """A front that listens."""
+
+    engine: Engine
+    url: str
+    run_dir: Path
+    token_file: Path
+    serving: asyncio.Task[None]
+    """Ends before its time only where the HTTP server broke."""
+    ends_because: str = "the HTTP server ended"
+
+    def about(self) -> dict[str, Any]:
+        """How to reach it."""
+        return {
+            "url": self.url,
+            "run_dir": str(self.run_dir),
+            "token_file": str(self.token_file),
+            "pid": os.getpid(),
+            "server_id": self.engine.server_id,
+        }
+
+
+async def serve(options: ServeOptions, on_listening: Callable[[dict[str, Any]], None]) -> None:
+    """Serve until a signal or the end of the standard input.
+
+    Args:
+        on_listening: called with url, run_dir, token_file and pid once requests are answered.
+
+    Raises:
+        RunDirError, JournalError: see `listening`.
+    """
+    ending = _watch_for_end(options.exits_with_stdin)
+    async with listening(options) as front:
+        on_listening(front.about())
+        both: set[asyncio.Future[Any]] = {ending, front.serving}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            front.ends_because = ending.result()
 
 
 def _reachable(asked: str, bound: str) -> str:

@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from swarm_engine.errors import BadRequestError, TokenizerError
+from swarm_engine.errors import BadRequestError, TokenizerError, UnsupportedError
 from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message
 
 PROBE: tuple[Message, ...] = (
@@ -36,6 +36,18 @@ PROBE: tuple[Message, ...] = (
 )
 """A conversation that every template must render; used to prove the codec on a tokenizer."""
 
+TOOL_PROBE_NAME = "probe_the_template"
+TOOL_PROBE: tuple[Message, ...] = (
+    {"role": "user", "content": "Look it up."},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": TOOL_PROBE_NAME, "arguments": {}}}],
+    },
+    {"role": "tool", "content": "17", "tool_call_id": "c1"},
+)
+"""A conversation that shows whether a template has a place for tool calls."""
+
 MAX_CACHED_PIECE = 2000
 """Characters; longer pieces of text rarely come twice."""
 
@@ -43,7 +55,7 @@ MAX_CACHED_PIECE = 2000
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's text for other tools; here it is just its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012  # the base class declares it so
 
     def parse(self, parser: Any) -> Any:
         next(parser.stream)
@@ -134,9 +146,10 @@ class ChatCodec:
         special = [content for content in longest_first if self._added[content]["special"]]
         self._marker = _any_of(longest_first)
         self._special_marker = _any_of(special)
+        self._renders_tool_calls = False
         self.end_ids = frozenset(end_ids)
         self._hidden = self.end_ids | {token["id"] for token in self._added.values() if token["special"]}
-        self._added_text = {token["id"]: token["content"] for token in parsed["added_tokens"]}
+        self._added_text: dict[int, str] = {token["id"]: token["content"] for token in parsed["added_tokens"]}
         if short := [content for content in self._added if len(content) < 2]:
             raise TokenizerError(
                 f"the control token {short[0]!r} is a single character, so text that holds it can't be told from it",
@@ -186,6 +199,10 @@ class ChatCodec:
                     f"the tokenizer makes the control token {content!r} from plain text, so a user could forge a turn",
                     "use a tokenizer whose control tokens are added tokens only",
                 )
+        try:
+            self._renders_tool_calls = TOOL_PROBE_NAME in self.render(TOOL_PROBE)
+        except BadRequestError:
+            self._renders_tool_calls = False
         rendered = self.render(PROBE)
         ours = self.encode(rendered)
         theirs = tuple(self._full.encode(rendered, add_special_tokens=False).ids)
@@ -201,6 +218,17 @@ class ChatCodec:
             )
 
     # Messages to ids
+
+    def check(self, messages: Sequence[Message]) -> None:
+        """See that the template has a place for everything in the messages.
+
+        Raises:
+            UnsupportedError: it would leave tool calls out without a word.
+        """
+        if any(message.get("tool_calls") for message in messages) and not self._renders_tool_calls:
+            raise UnsupportedError(
+                "the model's chat template has no place for tool calls", "write them into the content", param="messages"
+            )
 
     def protect(self, message: Message) -> Message:
         """The message with every text broken that spells a control token."""
@@ -255,7 +283,7 @@ class ChatCodec:
         """
         added = self._added_text.get(token_id)
         if added is not None:
-            return added.encode()
+            return str(added).encode()
         token = self._full.id_to_token(token_id)
         return b"" if token is None else self._to_bytes(token)
 

@@ -92,9 +92,10 @@ class EpisodeTracker:
         """Turn a request into prompt ids and give it its number.
 
         Raises:
-            BadRequestError: the chat template refuses the messages.
+            BadRequestError: the chat template refuses the messages, or has no place for a part of them.
         """
         messages = tuple(messages)
+        self._codec.check(messages)
         digests = prefix_digests(agent, messages)
         base = self._longest_base(messages, digests)
         draft = self._extend(agent, base, messages, digests) if base is not None else None

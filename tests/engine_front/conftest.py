@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import queue
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 import pytest
 
 from swarm_engine.client import SwarmClient
+from swarm_engine.server.serve import ServeOptions, listening
 
 HERE = Path(__file__).parent
 # Test modules are imported without a package; this lets them share `tiny_tokenizer`.
@@ -25,59 +29,99 @@ sys.path.append(str(HERE))
 
 @dataclass
 class Served:
-    """A server that runs."""
+    """A server that runs, as a process or on a thread of the test."""
 
-    process: subprocess.Popen[str]
     url: str
     run_dir: Path
     tokens: dict[str, str]
+    pid: int
 
     def client(self, role: str = "operator") -> SwarmClient:
         return SwarmClient(self.url, self.tokens[role])
 
+
+@dataclass
+class Process(Served):
+    """A server that runs as `swarm serve`."""
+
+    process: subprocess.Popen[str]
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(20)
-        if self.process.stdout:
-            self.process.stdout.close()
+        code = self.process.wait(30)
+        for pipe in (self.process.stdout, self.process.stdin):
+            if pipe:
+                pipe.close()
         return code
 
 
-def fake_worker(run_dir: Path, **knobs: Any) -> str:
+def fake_worker(run_dir: Path, **knobs: Any) -> tuple[str, ...]:
     """The command of the fake worker for a run folder, its knobs written beside."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "fake.json").write_text(json.dumps(knobs))
-    return shlex.join([sys.executable, str(HERE / "fake_worker.py"), "--home", str(run_dir)])
+    return (sys.executable, str(HERE / "fake_worker.py"), "--home", str(run_dir))
 
 
-def serve(run_dir: Path, *words: str, worker: str | None = None) -> Served:
+def log_of(run_dir: Path) -> Path:
+    return run_dir.parent / f"{run_dir.name}.log"
+
+
+def serve_process(run_dir: Path, *words: str, worker: tuple[str, ...] = (), stdin: int | None = None) -> Process:
     """Start `swarm serve` and wait until it listens."""
     command = [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(run_dir), *words]
-    if worker is not None:
-        command += ["--worker", worker]
-    log = (run_dir.parent / f"{run_dir.name}.log").open("a")
-    with log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ})
+    if worker:
+        command += ["--worker", shlex.join(worker)]
+    with log_of(run_dir).open("a") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=stdin, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line, (run_dir.parent / f"{run_dir.name}.log").read_text()
+    assert line, log_of(run_dir).read_text()
     about = json.loads(line)
-    return Served(process, about["url"], run_dir, json.loads(Path(about["token_file"]).read_text()))
+    tokens = json.loads(Path(about["token_file"]).read_text())
+    return Process(about["url"], run_dir, tokens, about["pid"], process)
+
+
+@contextlib.contextmanager
+def serve_thread(run_dir: Path, **knobs: Any) -> Iterator[Served]:
+    """A front on a thread of this process, with a fake worker in another process: starts in a moment."""
+    up: queue.Queue[tuple[Served, asyncio.AbstractEventLoop, asyncio.Event] | BaseException] = queue.Queue()
+
+    async def main() -> None:
+        ending = asyncio.Event()
+        async with listening(ServeOptions(run_dir, worker_command=fake_worker(run_dir, **knobs))) as front:
+            tokens = json.loads(front.token_file.read_text())
+            up.put((Served(front.url, run_dir, tokens, os.getpid()), asyncio.get_running_loop(), ending))
+            await ending.wait()
+            front.ends_because = "the test is over"
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            up.put(error)
+            raise
+
+    thread = threading.Thread(target=run, name="front")
+    thread.start()
+    found = up.get(timeout=60)
+    if isinstance(found, BaseException):
+        thread.join()
+        raise found
+    served, loop, ending = found
+    try:
+        yield served
+    finally:
+        loop.call_soon_threadsafe(ending.set)
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """Starts servers with a fake worker; all are gone at the end of the test."""
+    """Starts fronts with fake workers; all have ended after the test."""
     with contextlib.ExitStack() as cleanup:
-
-        def start(name: str = "run", words: tuple[str, ...] = (), **knobs: Any) -> Served:
-            run_dir = tmp_path / name
-            served = serve(run_dir, *words, worker=fake_worker(run_dir, **knobs))
-            cleanup.callback(served.stop, signal.SIGKILL)
-            return served
-
-        yield start
+        yield lambda name="run", **knobs: cleanup.enter_context(serve_thread(tmp_path / name, **knobs))
 
 
 SMALL = {"seed": 7, "trainer": {"group_size": 2, "tasks_per_update": 2}, "sampler": {"max_tokens": 16}}
@@ -87,9 +131,7 @@ SMALL = {"seed": 7, "trainer": {"group_size": 2, "tasks_per_update": 2}, "sample
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One started engine for a module whose tests leave each other alone: eval and debug episodes only."""
-    run_dir = tmp_path_factory.mktemp("shared") / "run"
-    served = serve(run_dir, worker=fake_worker(run_dir))
-    with served.client() as client:
-        client.start(SMALL, wait=True)
-    yield served
-    served.stop()
+    with serve_thread(tmp_path_factory.mktemp("shared") / "run") as served:
+        with served.client() as client:
+            client.start(SMALL, wait=True)
+        yield served

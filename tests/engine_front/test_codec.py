@@ -199,3 +199,27 @@ def test_a_tokenizer_that_makes_control_tokens_from_plain_text_is_refused(tmp_pa
 def test_a_missing_tokenizer_says_which_folder(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=str(tmp_path)):
         ChatCodec.load(tmp_path, (END_ID,), NOW)
+
+
+TOOLS = CHATML.replace(
+    "+ message['content'] +", "+ message['content'] + (message.tool_calls | tojson if message.tool_calls else '') +"
+)
+
+
+def test_null_empty_and_missing_content_beside_tool_calls_give_the_same_ids(
+    tmp_path: Path,
+) -> None:
+    """B064."""
+    codec = ChatCodec.load(write_tokenizer(tmp_path, TOOLS), (END_ID,), NOW)
+    calls = [{"id": "c1", "type": "function", "function": {"name": "lookup_code", "arguments": "{}"}}]
+    asked: list[Message] = [{"role": "user", "content": "hi"}]
+    tool: Message = {"role": "tool", "content": "17"}
+    found = {
+        prompt(codec, [*asked, {"role": "assistant", "tool_calls": calls, **content}, tool])
+        for content in ({"content": None}, {"content": ""}, {})
+    }
+    assert len(found) == 1
+    text = codec.show(found.pop())
+    assert "lookup_code" in text
+    assert "None" not in text
+    codec.check(parse_messages([{"role": "assistant", "tool_calls": calls}]))

@@ -1,0 +1,477 @@
+"""The control routes of a real server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from conftest import SMALL, Served
+
+from swarm_engine.client import (
+    ClaimTimeoutError,
+    EpisodeLostError,
+    EpisodeNotEndedError,
+    SwarmClient,
+    SwarmRequestError,
+    SwarmUnavailableError,
+    SyncEpisode,
+    Task,
+)
+from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
+
+EVAL = Mode.EVAL
+HI = [{"role": "user", "content": "hi"}]
+
+
+def ask(
+    served: Served, method: str, path: str, body: Any = None, role: str = "operator", **headers: str
+) -> httpx.Response:
+    return httpx.request(
+        method,
+        f"{served.url}/swarm/v1{path}",
+        headers={
+            "authorization": f"Bearer {served.tokens[role]}",
+            "content-type": "application/json",
+            **headers,
+        },
+        content=body if isinstance(body, bytes) else None if body is None else json.dumps(body),
+    )
+
+
+def error_of(response: httpx.Response) -> tuple[int, str]:
+    found = response.json()["error"]
+    assert set(found) == {"code", "message", "hint"}
+    return response.status_code, found["code"]
+
+
+def claim_body(**changes: Any) -> dict[str, Any]:
+    return {"client_id": "c", "task_id": "t", "mode": "eval", "wait_s": 0, **changes}
+
+
+# Who may do what
+
+
+def test_a_token_is_needed_on_loopback_too(engine: Served) -> None:
+    assert error_of(httpx.get(f"{engine.url}/swarm/v1/status")) == (401, "unauthorized")
+    wrong = httpx.get(f"{engine.url}/swarm/v1/status", headers={"authorization": "Bearer swarm-wrong"})
+    assert error_of(wrong) == (401, "unauthorized")
+
+
+@pytest.mark.parametrize(
+    ("role", "method", "path", "status"),
+    [
+        ("observer", "GET", "/status", 200),
+        ("observer", "POST", "/episodes", 403),
+        ("sampler", "POST", "/episodes", 200),
+        ("sampler", "POST", "/engine/stop", 403),
+        ("sampler", "POST", "/checkpoints", 403),
+    ],
+)
+def test_each_role_may_do_its_part(engine: Served, role: str, method: str, path: str, status: int) -> None:
+    body = claim_body() if method == "POST" else None
+    assert ask(engine, method, path, body, role).status_code == status
+
+
+def test_the_token_file_is_for_its_owner_only(engine: Served) -> None:
+    assert stat.S_IMODE((engine.run_dir / "token.json").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("path", ["/swarm/v1/status", "/e/x/chat/completions", "/openapi.json"])
+def test_a_request_that_names_another_host_is_refused_everywhere(engine: Served, path: str) -> None:
+    answer = httpx.get(engine.url + path, headers={"host": "evil.example:80"})
+    assert answer.status_code == 421
+    port = urlsplit(engine.url).port
+    assert httpx.get(f"{engine.url}/openapi.json", headers={"host": f"localhost:{port}"}).status_code == 200
+
+
+def test_no_page_elsewhere_is_let_in_by_cors(engine: Served) -> None:
+    answer = httpx.options(
+        f"{engine.url}/swarm/v1/status",
+        headers={"origin": "https://evil.example", "access-control-request-method": "GET"},
+    )
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_api_describes_itself(engine: Served) -> None:
+    described = httpx.get(f"{engine.url}/openapi.json").json()
+    assert "/swarm/v1/episodes/{episode_id}/end" in described["paths"]
+
+
+# Episodes
+
+
+def test_an_episode_from_claim_to_timelines(engine: Served) -> None:
+    with engine.client() as client, client.episode("walk", mode=EVAL, tags={"split": "heldout"}) as episode:
+        reply = episode.chat(HI, max_tokens=5)
+        result = episode.end(reward=0.5, metrics={"moves": 3.0})
+    assert result.rewards == {"main": 0.5}
+    described = ask(engine, "GET", f"/episodes/{episode.episode_id}").json()
+    assert described["status"] == "ended"
+    assert described["rewards"] == {"main": 0.5}
+    with engine.client("observer") as client:
+        (timeline,) = client.timelines(episode.episode_id)
+        (event,) = [one for one in client.events(follow=False) if one.payload.get("episode_id") == episode.episode_id][
+            1:
+        ]
+    sampled = timeline["blocks"][-1]
+    assert sampled["author"] == "llm"
+    assert len(sampled["token_ids"]) == len(sampled["logprobs"]) == reply.completion_tokens
+    assert all(sampled["loss_mask"])
+    assert sampled["policy_version"] == 0
+    assert event.kind == "episode"
+    seconds = event.payload.pop("seconds")
+    assert 0 < seconds < 60
+    assert event.payload == {
+        "episode_id": episode.episode_id,
+        "task_id": "walk",
+        "group_id": "walk#0",
+        "index": 0,
+        "mode": "eval",
+        "tags": {"split": "heldout"},
+        "rewards": {"main": 0.5},
+        "outcome": "success",
+        "metrics": {"moves": 3.0},
+        "policy_version": 0,
+        "num_calls": 1,
+        "num_prompt_tokens": len("user\nhi") + 3 + len("assistant\n") + 1,
+        "num_sampled_tokens": reply.completion_tokens,
+    }
+
+
+def test_the_same_end_twice_is_one_episode_and_another_end_a_conflict(engine: Served) -> None:
+    """B097."""
+    with engine.client() as client:
+        episode = client.episode("twice", mode=EVAL)
+        path = f"/episodes/{episode.episode_id}/end"
+        body = {"reward": 1.0, "outcome": "success"}
+        assert ask(engine, "POST", path, body).status_code == 200
+        assert ask(engine, "POST", path, body).json()["rewards"] == {"main": 1.0}
+        assert ask(engine, "POST", path, {**body, "reward": {"main": 1}}).status_code == 200
+        assert error_of(ask(engine, "POST", path, {**body, "reward": 0.0})) == (409, "ended_differently")
+        assert error_of(ask(engine, "POST", f"/episodes/{episode.episode_id}/abort")) == (410, "episode_lost")
+        ends = [one for one in client.events(follow=False) if one.kind == "episode"]
+    assert len([one for one in ends if one.payload["episode_id"] == episode.episode_id]) == 1
+
+
+def test_ends_that_arrive_together_are_one_episode(engine: Served) -> None:
+    with engine.client() as client:
+        episode = client.episode("together", mode=EVAL)
+        codes: list[int] = []
+
+        def end(reward: float) -> None:
+            codes.append(
+                ask(
+                    engine, "POST", f"/episodes/{episode.episode_id}/end", {"reward": reward, "outcome": "success"}
+                ).status_code
+            )
+
+        threads = [threading.Thread(target=end, args=(number % 2,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(codes) == [200] * 4 + [409] * 4
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b'"high"', b"[1]"])
+def test_a_reward_that_is_no_finite_number_is_refused(engine: Served, number: bytes) -> None:
+    with engine.client() as client:
+        episode = client.episode("bad", mode=EVAL)
+        answer = ask(
+            engine, "POST", f"/episodes/{episode.episode_id}/end", b'{"outcome":"success","reward":' + number + b"}"
+        )
+        assert error_of(answer) == (422, "invalid")
+        episode.abort()
+
+
+def test_a_body_with_an_unknown_field_or_without_a_needed_one_is_refused_by_name(engine: Served) -> None:
+    answer = ask(engine, "POST", "/episodes", claim_body(colour="red"))
+    assert error_of(answer) == (422, "invalid")
+    assert "colour" in answer.json()["error"]["message"]
+    assert "task_id" in ask(engine, "POST", "/episodes", {"client_id": "c"}).json()["error"]["message"]
+    assert error_of(ask(engine, "POST", "/episodes", b"{")) == (422, "invalid")
+
+
+def test_every_agent_that_spoke_needs_a_reward_and_a_bare_number_goes_to_all(engine: Served) -> None:
+    with engine.client() as client:
+        episode = client.episode("seats", mode=EVAL)
+        for agent in ("white", "black"):
+            episode.chat(HI, agent=agent, max_tokens=1)
+        with pytest.raises(SwarmRequestError, match="'black' made calls too") as caught:
+            episode.end(reward={"white": 1.0})
+        assert caught.value.status == 422
+        assert episode.end(reward=2).rewards == {"white": 2.0, "black": 2.0}
+
+
+def test_step_rewards_are_refused_and_not_ignored(engine: Served) -> None:
+    with engine.client() as client:
+        episode = client.episode("steps", mode=EVAL)
+        body = {"reward": 1.0, "outcome": "success", "step_rewards": [{"call_id": "x", "reward": 1.0}]}
+        assert error_of(ask(engine, "POST", f"/episodes/{episode.episode_id}/end", body)) == (
+            400,
+            "unsupported_parameter",
+        )
+        episode.abort()
+
+
+def test_an_unknown_episode_is_not_found_and_one_that_was_given_up_is_gone(engine: Served) -> None:
+    for method, path in [("GET", ""), ("POST", "/heartbeat"), ("POST", "/abort"), ("GET", "/timelines")]:
+        assert error_of(ask(engine, method, f"/episodes/e0123{path}")) == (404, "not_found")
+    with engine.client() as client:
+        episode = client.episode("gone", mode=EVAL)
+        episode.abort("changed my mind")
+        for method, path in [("GET", ""), ("POST", "/heartbeat"), ("POST", "/abort"), ("GET", "/timelines")]:
+            assert error_of(ask(engine, method, f"/episodes/{episode.episode_id}{path}")) == (410, "episode_lost")
+        with pytest.raises(EpisodeLostError, match="changed my mind"):
+            episode.chat(HI)
+        with pytest.raises(EpisodeLostError):
+            episode.end(reward=1.0)
+
+
+def test_leaving_a_block_with_an_exception_or_without_an_end_aborts(engine: Served) -> None:
+    with engine.client() as client:
+        with pytest.raises(ZeroDivisionError), client.episode("oops", mode=EVAL) as failed:
+            raise ZeroDivisionError("by me")
+        with pytest.raises(EpisodeNotEndedError, match="call end"), client.episode("oops", mode=EVAL) as forgotten:
+            pass
+        drops = {
+            one.payload["episode_id"]: one.payload["reason"]
+            for one in client.events(follow=False)
+            if one.kind == "drop"
+        }
+    assert drops[failed.episode_id] == "aborted: ZeroDivisionError: by me"
+    assert drops[forgotten.episode_id] == "aborted: left without an end"
+
+
+def test_a_policy_that_is_not_served_can_not_be_claimed(engine: Served) -> None:
+    assert error_of(ask(engine, "POST", "/episodes", claim_body(policies=["other"]))) == (404, "unknown_policy")
+
+
+def test_agents_that_a_claim_named_are_the_only_ones_to_speak(engine: Served) -> None:
+    claimed = ask(engine, "POST", "/episodes", claim_body(agents=["white"])).json()
+    auth = {"authorization": f"Bearer {claimed['api_key']}"}
+    body = {"messages": HI, "max_tokens": 1}
+    assert (
+        httpx.post(f"{claimed['base_url']}/agents/white/chat/completions", headers=auth, json=body).status_code == 200
+    )
+    refused = httpx.post(f"{claimed['base_url']}/chat/completions", headers=auth, json=body)
+    assert refused.status_code == 404
+    assert "white" in refused.json()["error"]["message"]
+
+
+# Events
+
+
+def test_events_are_numbered_resumable_and_followed_live(engine: Served) -> None:
+    with engine.client() as client:
+        seen = list(client.events(follow=False))
+        assert [event.seq for event in seen] == list(range(1, len(seen) + 1))
+        assert [event.kind for event in seen[:4]] == ["server", "config", "state", "state"]
+        assert list(client.events(after=seen[-3].seq, follow=False))[:2] == seen[-2:]
+        raw = ask(engine, "GET", "/events?follow=false", **{"last-event-id": str(seen[-2].seq)})
+        assert raw.headers["content-type"].startswith("text/event-stream")
+        first = raw.text.split("\n\n")[0].split("\n")
+        assert first[0] == f"id: {seen[-1].seq}"
+        assert first[1] == f"event: {seen[-1].kind}"
+        assert json.loads(first[2].removeprefix("data: "))["seq"] == seen[-1].seq
+        live = client.events(after=client.status().last_seq)
+        client.episode("followed", mode=EVAL).abort()
+        assert [next(live).kind, next(live).kind] == ["claim", "drop"]
+
+
+def test_a_last_event_id_that_is_no_number_is_refused(engine: Served) -> None:
+    assert error_of(ask(engine, "GET", "/events", **{"last-event-id": "x"})) == (422, "invalid")
+
+
+# Claims that wait
+
+
+def test_train_claims_wait_for_the_quota_and_evaluation_goes_on(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        with pytest.raises(SwarmUnavailableError, match="OFFLINE; start it"):
+            client.episode("t", wait_s=0)
+        client.start(SMALL, wait=True)
+        held = [client.episode(task) for task in ("a", "a", "b")]
+        with pytest.raises(ClaimTimeoutError) as caught:
+            client.episode("c", wait_s=0)
+        assert caught.value.reason is ClaimReason.QUOTA
+        held.append(client.episode("b"))
+        assert client.status().state is EngineState.ROLLING_POST
+        with pytest.raises(ClaimTimeoutError) as caught:
+            client.episode("a", wait_s=0.2)
+        assert caught.value.reason is ClaimReason.ROLLING_POST
+        with client.episode("v", mode=EVAL) as episode:
+            episode.end(reward=0.0)
+        held[0].abort("lost interest")
+        assert client.status().state is EngineState.ROLLING
+        again = client.episode("a")
+        assert (again.group_id, again.index) == ("a#0", 0)
+
+
+def test_a_claim_that_waits_gets_the_place_that_becomes_free(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        held = [client.episode(task) for task in ("a", "a", "b", "b")]
+        got: list[Any] = []
+        waiting = threading.Thread(target=lambda: got.append(client.episode("b", wait_s=30)))
+        waiting.start()
+        wait_until(lambda: client.status().state is EngineState.ROLLING_POST)
+        held[2].abort()
+        waiting.join(10)
+        assert (got[0].group_id, got[0].index) == ("b#0", 0)
+
+
+def test_a_client_that_goes_away_while_its_claim_waits_takes_no_place(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        held = [client.episode(task) for task in ("a", "a", "b", "b")]
+        connection = http.client.HTTPConnection(urlsplit(served.url).netloc)
+        body = json.dumps({"client_id": "leaver", "task_id": "b", "wait_s": 60})
+        headers = {"authorization": f"Bearer {served.tokens['sampler']}", "content-type": "application/json"}
+        connection.request("POST", "/swarm/v1/episodes", body, headers)
+        wait_until(lambda: client.status().state is EngineState.ROLLING_POST)
+        time.sleep(0.2)
+        assert connection.sock is not None
+        connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+        time.sleep(0.2)
+        held[3].abort()
+        with client.episode("b", wait_s=5) as mine:
+            assert mine.index == 1
+            mine.end(reward=1.0)
+        claims = [one for one in client.events(follow=False) if one.kind == "claim"]
+        assert not any(one.payload["client_id"] == "leaver" for one in claims)
+
+
+def test_a_group_that_nobody_works_on_is_given_up_while_others_wait(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start({**SMALL, "lease_s": 0.5}, wait=True)
+        done = client.episode("left behind")
+        done.end(reward=1.0)
+        for _ in range(2):
+            client.episode("b").end(reward=1.0)
+        with client.episode("c", wait_s=20) as episode:
+            episode.end(reward=0.0)
+        drops = [one.payload for one in client.events(follow=False) if one.kind == "drop"]
+        assert drops == [{"episode_id": done.episode_id, "group_id": "left behind#0", "reason": "group_abandoned"}]
+
+
+# Leases and time limits
+
+
+def test_a_silent_client_loses_its_episode_and_calls_keep_it(serving: Callable[..., Served]) -> None:
+    """B088, B096: the place is given out again, and the late end of the first attempt counts for nothing."""
+    served = serving()
+    with served.client() as client:
+        client.start({**SMALL, "lease_s": 0.4}, wait=True)
+        raw = ask(served, "POST", "/episodes", claim_body(mode="train")).json()
+        kept = ask(served, "POST", "/episodes", claim_body(mode="train", task_id="kept")).json()
+        for _ in range(6):
+            time.sleep(0.15)
+            assert ask(served, "POST", f"/episodes/{kept['episode_id']}/heartbeat").status_code == 200
+        late = ask(served, "POST", f"/episodes/{raw['episode_id']}/end", {"reward": 1.0, "outcome": "success"})
+        assert error_of(late) == (410, "episode_lost")
+        assert "lease_expired" in late.json()["error"]["message"]
+        again = ask(served, "POST", "/episodes", claim_body(mode="train")).json()
+        assert (again["group_id"], again["index"]) == (raw["group_id"], raw["index"])
+        assert (
+            ask(
+                served, "POST", f"/episodes/{again['episode_id']}/end", {"reward": 0.0, "outcome": "success"}
+            ).status_code
+            == 200
+        )
+        assert client.status().pool.episodes == 1
+
+
+def test_the_clients_heartbeats_keep_a_quiet_episode(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start({**SMALL, "lease_s": 0.6}, wait=True)
+        with client.episode("thinking", mode=EVAL) as episode:
+            time.sleep(1.5)
+            episode.end(reward=1.0)
+
+
+def test_an_episode_that_takes_too_long_ends_as_timeout_whatever_its_heartbeats(serving: Callable[..., Served]) -> None:
+    """B103."""
+    served = serving()
+    with served.client() as client:
+        client.start({**SMALL, "episode_timeout_s": 0.5}, wait=True)
+        episode = client.episode("slow")
+        time.sleep(0.8)
+        with pytest.raises(EpisodeLostError, match="timeout"):
+            episode.chat(HI)
+        assert client.status().running == 0
+
+
+def test_null_rewards_and_broken_environments_are_counted_and_their_places_played_again(
+    serving: Callable[..., Served],
+) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        client.episode("a").end(reward=None)
+        client.episode("a").end(reward=1.0, outcome=Outcome.ENV_ERROR)
+        for task in ("a", "a", "b", "b"):
+            client.episode(task).end(reward=1.0, outcome=Outcome.TRUNCATED)
+        (step,) = wait_for_steps(client, 1)
+        assert step["drops"] == {"null_reward": 1, "env_error": 1}
+        events = list(client.events(follow=False))
+        (batch,) = [one.payload for one in events if one.kind == "batch"]
+        claims = {one.payload["episode_id"]: one.payload for one in events if one.kind == "claim"}
+        assert [claims[one]["index"] for one in batch["episode_ids"]] == [0, 1, 0, 1]
+        ended = {one.payload["episode_id"]: one.payload for one in events if one.kind == "episode"}
+        assert all(ended[one]["outcome"] == "truncated" for one in batch["episode_ids"])
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to hold"
+        time.sleep(0.01)
+
+
+def wait_for_steps(client: SwarmClient, count: int) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    for event in client.events():
+        if event.kind == "step":
+            steps.append(dict(event.payload))
+            if len(steps) == count:
+                break
+    return steps
+
+
+def win(episode: SyncEpisode, _: Task) -> None:
+    episode.end(reward=1.0)
+
+
+def test_status_answers_at_once_during_an_update(serving: Callable[..., Served]) -> None:
+    served = serving(update_s=1.0)
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        client.run([Task("a"), Task("b")], win, group_size=2, concurrency=4)
+        wait_until(lambda: client.status().state is EngineState.WEIGHT_SYNCING)
+        times = []
+        for _ in range(20):
+            started = time.perf_counter()
+            status = client.status()
+            times.append(time.perf_counter() - started)
+        assert status.update is not None
+        assert status.update["step"] == 1
+        assert sorted(times)[18] < 0.1
+        with pytest.raises(ClaimTimeoutError) as caught:
+            client.episode("v", mode=EVAL, wait_s=0)
+        assert caught.value.reason is ClaimReason.WEIGHT_SYNCING

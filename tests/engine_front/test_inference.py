@@ -1,0 +1,433 @@
+"""The inference routes of a real server, through OpenAI's SDK and by hand."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+from conftest import SMALL, Served
+from tiny_tokenizer import END_ID, PAD_ID, ids
+
+from swarm_engine.client import ContextLengthError, SyncEpisode
+from swarm_engine.types import Mode
+
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def episode(engine: Served) -> Iterator[SyncEpisode]:
+    with engine.client() as client:
+        claimed = client.episode("inference", mode=Mode.DEBUG)
+        yield claimed
+        claimed.abort()
+
+
+def sdk(episode: SyncEpisode, suffix: str = "") -> openai.OpenAI:
+    return openai.OpenAI(base_url=episode.base_url + suffix, api_key=episode.api_key, max_retries=0)
+
+
+def blocks(engine: Served, episode: SyncEpisode) -> list[dict[str, Any]]:
+    """The sampled block of every call of an episode."""
+    with engine.client() as client:
+        return [timeline["blocks"][-1] for timeline in client.timelines(episode.episode_id)]
+
+
+@pytest.mark.parametrize("suffix", ["", "/v1", "/"])
+def test_the_openai_sdk_works_with_and_without_v1(engine: Served, episode: SyncEpisode, suffix: str) -> None:
+    with sdk(episode, suffix) as client:
+        reply = client.chat.completions.create(model="whatever", messages=HI, max_tokens=6, logprobs=True)
+        assert [model.id for model in client.models.list()] == ["policy"]
+    assert reply.model == "policy"
+    assert reply.usage is not None
+    (choice,) = reply.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    sampled = blocks(engine, episode)[-1]
+    assert len(sampled["token_ids"]) == len(choice.logprobs.content) == reply.usage.completion_tokens
+    assert [entry.logprob for entry in choice.logprobs.content] == sampled["logprobs"]
+    assert reply.usage.prompt_tokens == 21
+    joined = b"".join(bytes(entry.bytes or []) for entry in choice.logprobs.content)
+    assert joined.decode().removesuffix("<|im_end|>") == choice.message.content
+    assert choice.finish_reason == ("stop" if sampled["token_ids"][-1] == END_ID else "length")
+
+
+def test_streamed_and_whole_replies_of_one_seed_are_the_same_to_the_token(engine: Served, episode: SyncEpisode) -> None:
+    """B010, B067."""
+    with sdk(episode) as client:
+        whole = client.chat.completions.create(model="p", messages=HI, max_tokens=12, seed=7, logprobs=True)
+        chunks = list(
+            client.chat.completions.create(
+                model="p",
+                messages=HI,
+                max_tokens=12,
+                seed=7,
+                logprobs=True,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+    first, second = blocks(engine, episode)
+    assert first["token_ids"] == second["token_ids"]
+    assert first["logprobs"] == second["logprobs"]
+    *content, last, counted = chunks
+    assert counted.choices == []
+    assert counted.usage == whole.usage
+    assert last.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in content) == whole.choices[0].message.content
+    assert whole.choices[0].logprobs is not None
+    entries = [
+        entry for chunk in content if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content or []
+    ]
+    assert entries == whole.choices[0].logprobs.content
+    assert all(chunk.usage is None for chunk in content)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_without_the_option_a_stream_has_no_usage_chunk_and_ends_with_done(episode: SyncEpisode) -> None:
+    """B067."""
+    raw = httpx.post(
+        f"{episode.base_url}/v1/chat/completions",
+        headers={"x-api-key": episode.api_key},
+        json={"messages": HI, "stream": True, "max_tokens": 3},
+    )
+    assert raw.headers["content-type"].startswith("text/event-stream")
+    assert raw.headers["x-call-id"].startswith(episode.episode_id)
+    events = raw.text.strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events[:-1])
+
+
+def test_tokens_are_streamed_as_they_come(serving: Callable[..., Served]) -> None:
+    served = serving(token_s=0.05, end_chance=0.0)
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        claimed = client.episode("t", mode=Mode.DEBUG)
+        with sdk(claimed) as api:
+            arrived = [
+                time.monotonic() for _ in api.chat.completions.create(model="p", messages=HI, max_tokens=8, stream=True)
+            ]
+    assert len(arrived) >= 9
+    assert arrived[-1] - arrived[0] > 0.2
+
+
+def test_policy_at_agent_and_the_agents_path_name_the_agent(engine: Served, episode: SyncEpisode) -> None:
+    auth = {"authorization": f"Bearer {episode.api_key}"}
+    body = {"model": "policy@seat-2", "messages": HI, "max_tokens": 2}
+    assert httpx.post(f"{episode.base_url}/chat/completions", headers=auth, json=body).json()["model"] == "policy"
+    url = f"{episode.base_url}/agents/a%2Fb%20c/v1/chat/completions"
+    assert httpx.post(url, headers=auth, json={**body, "model": "x"}).status_code == 200
+    assert httpx.post(f"{episode.base_url}/agents/seat-1/chat/completions", headers=auth, json=body).status_code == 400
+    with engine.client() as client:
+        assert [timeline["agent"] for timeline in client.timelines(episode.episode_id)] == ["seat-2", "a/b c"]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"top_p": 0.9}, "top_p"),
+    ({"top_k": 5}, "top_k"),
+    ({"min_p": 0.1}, "min_p"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": -1}, "frequency_penalty"),
+    ({"n": 2}, "n"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"made_up": 1}, "made_up"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+    ({"seed": 1.5}, "seed"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"x": 1}}, "stream_options"),
+    ({"messages": []}, "messages"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), REFUSED, ids=[str(change) for change, _ in REFUSED])
+def test_what_is_not_supported_is_a_400_that_names_the_field(
+    episode: SyncEpisode, change: dict[str, Any], param: str
+) -> None:
+    answer = httpx.post(
+        f"{episode.base_url}/chat/completions",
+        headers={"authorization": f"Bearer {episode.api_key}"},
+        json={"model": "p", "messages": HI, **change},
+    )
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+def test_values_that_change_nothing_and_labels_are_taken(episode: SyncEpisode) -> None:
+    harmless = {
+        "top_p": 1, "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": [],
+        "tool_choice": "auto", "response_format": {"type": "text"}, "user": "me", "metadata": {"a": "b"}, "seed": None,
+        "store": False, "max_tokens": 2, "stop": None,
+    }  # fmt: skip
+    auth = {"authorization": f"Bearer {episode.api_key}"}
+    answer = httpx.post(f"{episode.base_url}/chat/completions", headers=auth, json={"messages": HI, **harmless})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff"])
+def test_a_body_that_is_no_json_object_is_a_400(episode: SyncEpisode, body: bytes) -> None:
+    auth = {"authorization": f"Bearer {episode.api_key}"}
+    assert httpx.post(f"{episode.base_url}/chat/completions", headers=auth, content=body).status_code == 400
+
+
+def test_the_newer_limit_goes_first_and_a_cut_reply_says_length(serving: Callable[..., Served]) -> None:
+    """B066."""
+    served = serving(end_chance=0.0)
+    with served.client() as client:
+        client.start({**SMALL, "sampler": {"max_tokens": 40}}, wait=True)
+        with client.episode("t", mode=Mode.DEBUG) as episode, sdk(episode) as api:
+            for limits, expected in [
+                ({"max_completion_tokens": 5}, 5),
+                ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
+                ({"max_tokens": 9}, 9),
+                ({}, 40),
+            ]:
+                reply = api.chat.completions.create(model="p", messages=HI, **limits)  # type: ignore[call-overload]
+                assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (expected, "length")
+            episode.end(reward=0.0)
+
+
+def test_the_context_bounds_the_reply_and_a_prompt_without_room_is_named(serving: Callable[..., Served]) -> None:
+    """B102, B043."""
+    served = serving(end_chance=0.0, max_context=100)
+    with served.client() as client:
+        client.start({**SMALL, "sampler": {"max_tokens": 400}}, wait=True)
+        with client.episode("t", mode=Mode.DEBUG) as episode:
+            reply = episode.chat(HI, max_tokens=400)
+            assert (reply.completion_tokens, reply.finish_reason) == (100 - 21, "length")
+            with pytest.raises(
+                ContextLengthError, match="119 tokens, prompt and reply together may have 100"
+            ) as caught:
+                episode.chat([{"role": "user", "content": "x" * 100}])
+            assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+            episode.end(reward=0.0)
+
+
+def test_a_stop_string_ends_the_reply_before_it_and_the_ids_keep_its_token(serving: Callable[..., Served]) -> None:
+    """B085, through HTTP, streamed and whole."""
+    served = serving(replies=[[*ids("x"), 259, *ids("yz"), END_ID]], token_s=0.005)
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        with client.episode("t", mode=Mode.EVAL) as episode:
+            whole = episode.chat(HI, stop=["ab"])
+            assert (whole.text, whole.finish_reason, whole.completion_tokens) == ("x", "stop", 2)
+            with sdk(episode) as api:
+                chunks = list(api.chat.completions.create(model="p", messages=HI, stop="ab", stream=True))
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "x"
+            again = episode.chat([*HI, whole.message, *HI], stop="ab")
+            episode.end(reward=1.0)
+        recorded = client.timelines(episode.episode_id)
+    assert recorded[0]["blocks"][-1]["token_ids"] == recorded[1]["blocks"][-1]["token_ids"] == [*ids("x"), 259]
+    assert recorded[2]["blocks"][2]["token_ids"] == [*ids("x"), 259]
+    assert again.text == "x"
+
+
+def test_characters_of_several_tokens_arrive_whole_with_true_bytes(serving: Callable[..., Served]) -> None:
+    """B013, B024."""
+    smile = [240, 159, 152, 138]
+    served = serving(replies=[[*smile, PAD_ID, END_ID]], token_s=0.002)
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        with client.episode("t", mode=Mode.DEBUG) as episode, sdk(episode) as api:
+            whole = api.chat.completions.create(model="p", messages=HI, logprobs=True)
+            chunks = list(api.chat.completions.create(model="p", messages=HI, stream=True))
+            episode.end(reward=0.0)
+    assert whole.choices[0].message.content == "😊"
+    assert [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content] == ["😊"]
+    assert whole.choices[0].logprobs is not None
+    entries = whole.choices[0].logprobs.content or []
+    assert [entry.bytes for entry in entries[:4]] == [[240], [159], [152], [138]]
+    assert [entry.token for entry in entries] == [
+        "bytes:\\xf0", "bytes:\\x9f", "bytes:\\x98", "bytes:\\x8a", "<|endoftext|>", "<|im_end|>",
+    ]  # fmt: skip
+
+
+def test_members_of_a_group_differ_though_the_caller_fixes_the_seed(serving: Callable[..., Served]) -> None:
+    """B084."""
+    served = serving(end_chance=0.01)
+    with served.client() as client:
+        client.start({**SMALL, "trainer": {"group_size": 4, "tasks_per_update": 1}}, wait=True)
+        texts = []
+        for _ in range(3):
+            with client.episode("t") as episode:
+                first, second = (episode.chat(HI, seed=42, max_tokens=16).text for _ in range(2))
+                assert first == second, "a seed repeats within its episode"
+                texts.append(first)
+                episode.end(reward=0.0)
+        assert len(set(texts)) == 3
+
+
+def test_the_same_config_gives_the_same_replies_on_another_server(serving: Callable[..., Served]) -> None:
+    found = []
+    for name in ("one", "two"):
+        with serving(name).client() as client:
+            client.start(SMALL, wait=True)
+            texts = []
+            for task in ("a", "a", "b"):
+                with client.episode(task) as episode:
+                    texts.append([episode.chat(HI).text for _ in range(2)])
+                    episode.end(reward=0.0)
+            found.append(texts)
+    assert found[0] == found[1]
+    assert len({text for texts in found[0] for text in texts}) == 6
+
+
+def test_a_wrong_key_opens_nothing_and_keys_do_not_mix_episodes(engine: Served) -> None:
+    """B094."""
+    with engine.client() as client:
+        first, second = client.episode("k", mode=Mode.DEBUG), client.episode("k", mode=Mode.DEBUG)
+        for key in (second.api_key, engine.tokens["operator"], "x"):
+            answer = httpx.post(f"{first.base_url}/chat/completions", headers={"x-api-key": key}, json={"messages": HI})
+            assert answer.status_code == 401
+        assert httpx.get(f"{first.base_url}/models").status_code == 401
+        assert first.api_key not in {second.api_key}
+        for episode in (first, second):
+            episode.abort()
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "status"),
+    [("POST", "/embeddings", 404), ("GET", "/chat/completions", 405), ("POST", "/models", 405), ("GET", "", 404)],
+)
+def test_routes_that_are_not_there_say_so(episode: SyncEpisode, method: str, route: str, status: int) -> None:
+    auth = {"authorization": f"Bearer {episode.api_key}"}
+    answer = httpx.request(method, f"{episode.base_url}{route}", headers=auth)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+def test_a_call_after_the_end_is_gone(engine: Served) -> None:
+    with engine.client() as client, client.episode("t", mode=Mode.DEBUG) as episode:
+        episode.end(reward=0.0)
+    answer = httpx.post(
+        f"{episode.base_url}/chat/completions", headers={"x-api-key": episode.api_key}, json={"messages": HI}
+    )
+    assert answer.status_code == 410
+
+
+def slow(serving: Callable[..., Served]) -> Served:
+    return serving(token_s=0.02, end_chance=0.0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_caller_that_goes_away_cancels_its_call(serving: Callable[..., Served], is_stream: bool) -> None:
+    """B100."""
+    served = slow(serving)
+    with served.client() as client:
+        client.start({**SMALL, "sampler": {"max_tokens": 2000}}, wait=True)
+        with client.episode("t", mode=Mode.EVAL) as episode:
+            connection = http.client.HTTPConnection(urlsplit(served.url).netloc)
+            path = urlsplit(episode.base_url).path + "/chat/completions"
+            body = json.dumps({"messages": HI, "stream": is_stream, "max_tokens": 2000})
+            connection.request("POST", path, body, {"x-api-key": episode.api_key})
+            if is_stream:
+                assert connection.getresponse().readline()
+            wait_for_running(served, episode, 1)
+            time.sleep(0.1)
+            connection.close()
+            wait_for_running(served, episode, 0)
+            assert episode.chat([{"role": "user", "content": "still there?"}], max_tokens=1).completion_tokens == 1
+            episode.end(reward=1.0)
+        (cancelled, asked) = client.timelines(episode.episode_id)
+    assert 1 <= len(cancelled["blocks"][-1]["token_ids"]) < 500
+    assert not any(cancelled["blocks"][-1]["loss_mask"])
+    assert all(asked["blocks"][-1]["loss_mask"])
+
+
+def wait_for_running(served: Served, episode: SyncEpisode, count: int) -> None:
+    deadline = time.monotonic() + 5
+    while running(served, episode) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def running(served: Served, episode: SyncEpisode) -> int:
+    auth = {"authorization": f"Bearer {served.tokens['observer']}"}
+    found: int = httpx.get(f"{served.url}/swarm/v1/episodes/{episode.episode_id}", headers=auth).json()[
+        "num_running_calls"
+    ]
+    return found
+
+
+def test_an_end_while_a_call_runs_cancels_the_call(serving: Callable[..., Served]) -> None:
+    served = slow(serving)
+    with served.client() as client:
+        client.start({**SMALL, "sampler": {"max_tokens": 2000}}, wait=True)
+        with client.episode("t", mode=Mode.EVAL) as episode:
+            answers: list[int] = []
+
+            def call() -> None:
+                answers.append(
+                    httpx.post(
+                        f"{episode.base_url}/chat/completions",
+                        headers={"x-api-key": episode.api_key},
+                        json={"messages": HI},
+                        timeout=30,
+                    ).status_code
+                )
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            wait_for_running(served, episode, 1)
+            episode.end(reward=1.0)
+            thread.join(5)
+        assert answers == [410]
+        (timeline,) = client.timelines(episode.episode_id)
+        assert not any(timeline["blocks"][-1]["loss_mask"])
+
+
+def test_calls_of_one_episode_run_side_by_side(serving: Callable[..., Served]) -> None:
+    served = slow(serving)
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        with client.episode("t", mode=Mode.EVAL) as episode:
+            started = time.monotonic()
+            threads = [
+                threading.Thread(
+                    target=episode.chat, args=([{"role": "user", "content": str(number)}],), kwargs={"max_tokens": 16}
+                )
+                for number in range(6)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert time.monotonic() - started < 6 * 16 * 0.02
+            episode.end(reward=1.0)
+        assert len(client.timelines(episode.episode_id)) == 6
+
+
+def test_tool_calls_that_the_template_has_no_place_for_are_refused_and_not_dropped(episode: SyncEpisode) -> None:
+    """B064: not one word of the history may vanish."""
+    calls = [{"id": "c1", "type": "function", "function": {"name": "lookup", "arguments": "{}"}}]
+    tool = {"role": "tool", "content": "17", "tool_call_id": "c1"}
+    answer = httpx.post(
+        f"{episode.base_url}/chat/completions",
+        headers={"authorization": f"Bearer {episode.api_key}"},
+        json={"messages": [*HI, {"role": "assistant", "content": None, "tool_calls": calls}, tool]},
+    )
+    assert answer.status_code == 400
+    assert "no place for tool calls" in answer.json()["error"]["message"]
