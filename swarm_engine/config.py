@@ -103,7 +103,7 @@ class EngineConfig(Frozen):
     lease_s: float = Field(60.0, gt=0)
     """A client silent for this long about an episode has lost it; every call and heartbeat renews the lease."""
     num_threads: int | None = Field(None, ge=1)
-    """Threads of the worker; None takes the cores that are there."""
+    """Threads of the worker; None takes one for a model too small to share, otherwise the cores that are there."""
     sampler: SamplerConfig = SamplerConfig()
     trainer: TrainerConfig = TrainerConfig()
 

@@ -15,6 +15,9 @@ SwarmEngineError
 ├── EngineUnavailableError     503  the engine is off, failed or going down
 ├── JournalError               507  the journal can't be written, so nothing can be promised
 ├── TokenizerError                  a tokenizer or chat template this engine can't be faithful to
+├── ModelError                 422  a policy that can't be found, read or run
+├── CheckpointError                 a checkpoint could not be written; those before it stand
+├── WorkerError                     the worker can't go on, and says why
 ├── WorkerDiedError                 the worker ended before it answered
 └── RunDirError                     the run folder can't be used
 """
@@ -133,6 +136,26 @@ class TokenizerError(SwarmEngineError):
     """A tokenizer or chat template this engine can't be faithful to."""
 
     code = "tokenizer"
+
+
+class ModelError(SwarmEngineError):
+    """A policy that can't be found, read or run."""
+
+    status = 422
+    code = "model"
+
+
+class CheckpointError(SwarmEngineError):
+    """A checkpoint could not be written; those before it stand."""
+
+    status = 507
+    code = "checkpoint"
+
+
+class WorkerError(SwarmEngineError):
+    """The worker can't go on; the front is told why."""
+
+    code = "worker"
 
 
 class WorkerDiedError(SwarmEngineError):

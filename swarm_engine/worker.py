@@ -27,7 +27,9 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from swarm_engine.config import EngineConfig, SamplerBackend
-from swarm_engine.models import ModelError, resolve
+from swarm_engine.errors import CheckpointError, SwarmEngineError, WorkerError
+from swarm_engine.models import resolve
+from swarm_engine.models.decoder import num_parameters
 from swarm_engine.models.loading import LoadedPolicy, load_policy, save_policy
 from swarm_engine.protocol import (
     Boot,
@@ -52,7 +54,7 @@ from swarm_engine.protocol import (
 )
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.seeding import derive_seed
-from swarm_engine.trainer.checkpoints import CheckpointError, load_checkpoint, newest_checkpoint, save_checkpoint
+from swarm_engine.trainer.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
 from swarm_engine.trainer.grpo import GrpoTrainer
 from swarm_engine.trainer.scoring import Row, score
 from swarm_engine.types import SamplingParams
@@ -64,13 +66,13 @@ AGREEMENT_MAX = 1e-3
 AGREEMENT_MEAN = 1e-4
 """Nats that sampler and trainer may differ by about a token, at most and on average, in float32."""
 
+ONE_THREAD_PARAMETERS = 10_000_000
+"""Models up to this size run on one thread: on two cores that others use too, a second thread was measured to make a
+model of 0.44 million parameters ten times slower, for threads then wait for each other at every small matrix."""
+
 RECEIVE_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
-
-
-class WorkerError(Exception):
-    """The worker can't go on; the front is told why."""
 
 
 @dataclass(slots=True)
@@ -94,9 +96,11 @@ class Engine:
             ValidationError: the config is not one.
         """
         config = EngineConfig.model_validate(boot.config)
-        torch.set_num_threads(config.num_threads or _num_cores())
+        torch.set_num_threads(config.num_threads or 1)
         ((name, policy_config),) = config.policies.items()
         policy = load_policy(resolve(policy_config.model, boot.model_root))
+        if config.num_threads is None and num_parameters(policy.model) > ONE_THREAD_PARAMETERS:
+            torch.set_num_threads(_num_cores())
         trainer = GrpoTrainer(policy.model, config.trainer)
         checkpoint = newest_checkpoint(Path(boot.checkpoint_dir))
         if checkpoint is not None:
@@ -308,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         serve(line)
     except Exception as error:
         log.exception("the worker ends")
-        is_expected = isinstance(error, ModelError | WorkerError | ValidationError)
+        is_expected = isinstance(error, SwarmEngineError | ValidationError)
         reason = str(error) if is_expected else f"{type(error).__name__}: {error}"
         _send(line, [Failed(reason)])
         return 1

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from swarm_engine.errors import ModelError
+
 NANO_DIR = Path(__file__).parent / "nano"
 """Tokenizer, config and start weights of the shipped policies."""
 
 BASE_WEIGHTS = "base"
 """The start weights that the bare name `nano` means."""
-
-
-class ModelError(ValueError):
-    """A policy that can't be found, read or run."""
 
 
 def shipped() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarm_engine.models import ModelError
+from swarm_engine.errors import ModelError
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 """Values of `model_type` that this forward computes exactly."""
@@ -242,6 +242,11 @@ class Decoder(nn.Module):
             spare.discard(name)
         if spare:
             raise ModelError(f"the checkpoint holds {len(spare)} tensors with no place here, such as {min(spare)!r}")
+
+
+def num_parameters(model: nn.Module) -> int:
+    """How many numbers the weights are."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def rotary_table(config: DecoderConfig) -> tuple[Tensor, Tensor]:

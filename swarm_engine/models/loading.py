@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swarm_engine.models import ModelError
+from swarm_engine.errors import ModelError
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")

@@ -46,9 +46,12 @@ class Match:
 class KeyValueCache:
     """The rows and their bookkeeping. Nothing here reads the weights."""
 
-    def __init__(self, config: DecoderConfig, num_slots: int, *, keeps_prefixes: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, num_slots: int, *, keeps_prefixes: bool, dtype: torch.dtype, version: int
+    ) -> None:
         self.num_slots = num_slots
-        self.version = 0
+        self.version = version
+        """Of the weights now. Raising it is all it takes to forget: rows of an older version match nothing."""
         self._keeps_prefixes = keeps_prefixes
         self._max_tokens = config.max_context
         room = min(INITIAL_TOKENS, config.max_context)
@@ -123,12 +126,6 @@ class KeyValueCache:
         self._promised_R[slot] = self.lengths_R[slot]
         self._touch(slot)
 
-    def invalidate(self, version: int) -> None:
-        """The weights are now those of `version`: nothing held here can be matched any more."""
-        self.version = version
-        self.lengths_R[:] = 0
-        self._promised_R[:] = 0
-
     def reserve(self, num_tokens: int) -> None:
         """Make room for contexts of `num_tokens`."""
         room = self.tokens_R_T.shape[1]
@@ -137,7 +134,9 @@ class KeyValueCache:
         wider = min(self._max_tokens, max(2 * room, num_tokens))
         old = self.kv_2_L_R_K_T_D
         self.kv_2_L_R_K_T_D = _zeros((*old.shape[:4], wider + 1, old.shape[5]), old.dtype)
-        self.kv_2_L_R_K_T_D[:, :, :, :, :room] = old[:, :, :, :, :room]
+        # Row by row, and those alone that hold something: an empty row's memory isn't there yet, and need not be.
+        for row in np.flatnonzero(self._is_held()).tolist():
+            self.kv_2_L_R_K_T_D[:, :, row, :, :room] = old[:, :, row, :, :room]
         tokens_R_T = np.full((self.num_rows, wider), -1, np.int64)
         tokens_R_T[:, :room] = self.tokens_R_T
         self.tokens_R_T = tokens_R_T

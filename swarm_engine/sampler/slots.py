@@ -90,8 +90,9 @@ class SlotSampler:
         self._max_context = model.config.max_context
         num_slots = 1 if is_lockstep else max_running
         dtype = model.embedding.dtype
-        self._cache = KeyValueCache(model.config, num_slots, keeps_prefixes=not is_lockstep, dtype=dtype)
-        self._cache.version = version
+        self._cache = KeyValueCache(
+            model.config, num_slots, keeps_prefixes=not is_lockstep, dtype=dtype, version=version
+        )
         self._waiting: deque[Generate] = deque()
         self._running: dict[int, Running] = {}
         """By slot."""
@@ -137,7 +138,7 @@ class SlotSampler:
         """Forget every prefix; what runs now is computed again, so that it goes on under the new weights alone."""
         replies = [reply for running in self._running.values() for reply in running.report(self._cache.version)]
         stretches = [Prefill(slot, 0, int(self._cache.lengths_R[slot])) for slot in self._running]
-        self._cache.invalidate(version)
+        self._cache.version = version
         self._prefill(stretches)
         return replies
 

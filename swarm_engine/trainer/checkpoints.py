@@ -22,6 +22,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from swarm_engine.errors import CheckpointError
 from swarm_engine.models.loading import LoadedPolicy, read_tensors, save_policy
 from swarm_engine.trainer.adamw import AdamW
 
@@ -31,10 +32,6 @@ OPTIMIZER = "optimizer.safetensors"
 FORMAT = 1
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointError(OSError):
-    """A checkpoint could not be written; those before it stand."""
 
 
 @dataclass(frozen=True, slots=True)

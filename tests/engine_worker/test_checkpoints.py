@@ -14,10 +14,9 @@ from episodes import conversations
 from tiny_model import build_tiny_model
 
 from swarm_engine.config import TrainerConfig
-from swarm_engine.models import ModelError
+from swarm_engine.errors import CheckpointError, ModelError
 from swarm_engine.models.loading import LoadedPolicy, load_policy
 from swarm_engine.trainer.checkpoints import (
-    CheckpointError,
     is_whole,
     load_checkpoint,
     newest_checkpoint,
@@ -100,7 +99,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tiny: LoadedPolicy, tmp_path: 
     before = [save_checkpoint(tmp_path, step, tiny, optimizer) for step in (1, 2, 3)]
     with (
         full_disk(room),
-        pytest.raises(CheckpointError, match="step 4 could not be written .* older checkpoints stand"),
+        pytest.raises(CheckpointError, match=r"step 4 could not be written .* older checkpoints stand"),
     ):
         save_checkpoint(tmp_path, 4, tiny, optimizer)
     assert newest_checkpoint(tmp_path) == before[-1]

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny_model import build_tiny_model
 
 from swarm_engine import models
-from swarm_engine.models import ModelError, resolve
+from swarm_engine.errors import ModelError
+from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder, attend_causally
 from swarm_engine.models.loading import LoadedPolicy, load_policy, save_policy
 

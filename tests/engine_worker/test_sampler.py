@@ -12,7 +12,7 @@ from swarm_engine.config import SamplerBackend
 from swarm_engine.models.decoder import attend_causally
 from swarm_engine.models.loading import LoadedPolicy, load_policy
 from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
-from swarm_engine.sampler import Reply
+from swarm_engine.sampler import Reply, cache
 from swarm_engine.sampler.sampling import BLOCK, choose, draw, uniforms
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.types import FinishReason, SamplingParams
@@ -134,8 +134,13 @@ def test_agents_that_take_turns_on_one_slot_keep_their_contexts(tiny: LoadedPoli
     assert sampler.num_prefilled == 20 + 3 * 30 + 3 * 3 * 6
 
 
+@pytest.mark.parametrize("parked_bytes", [0, 80_000, 1 << 28], ids=["none", "one row", "plenty"])
 @pytest.mark.parametrize("max_running", [1, 2, 5])
-def test_whatever_shares_slots_and_prefixes_the_logprobs_stay_true(tiny: LoadedPolicy, max_running: int) -> None:
+def test_whatever_shares_slots_and_prefixes_the_logprobs_stay_true(
+    tiny: LoadedPolicy, monkeypatch: pytest.MonkeyPatch, max_running: int, parked_bytes: int
+) -> None:
+    monkeypatch.setattr(cache, "PARKED_BYTES", parked_bytes)
+    monkeypatch.setattr(cache, "INITIAL_TOKENS", 32)
     random = np.random.default_rng(max_running)
     stems = [words(stem, 60) for stem in range(4)]
     sampler = SlotSampler(tiny.model, NO_END, max_running=max_running)
@@ -273,6 +278,8 @@ def test_uniforms_are_of_the_request_alone_and_uniform() -> None:
     assert np.array_equal(uniforms(seeds[777:778], indices[777:778]), drawn[777:778])
     counts, _ = np.histogram(drawn, bins=20, range=(0, 1))
     assert (((counts - 5000) ** 2 / 5000).sum()) < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    assert not np.isin(uniforms(seeds[:500] + golden, indices[:500]), drawn[:500]).any(), "streams overlap"
     by_seed = drawn.reshape(200, 500)
     assert abs(np.corrcoef(by_seed[:-1].ravel(), by_seed[1:].ravel())[0, 1]) < 0.01
     assert abs(np.corrcoef(by_seed[:, :-1].ravel(), by_seed[:, 1:].ravel())[0, 1]) < 0.01
@@ -288,6 +295,11 @@ def test_drawing_follows_the_weights_and_skips_zeros() -> None:
     assert drawn == [1, 1, BLOCK - 1, BLOCK - 1, BLOCK, BLOCK, 3 * BLOCK + 5]
     almost_one = torch.full((4,), 1 - 2.0**-53, dtype=torch.float64)
     assert draw(weights, almost_one).tolist() == [3 * BLOCK + 5] * 4
+    generator = torch.Generator().manual_seed(0)
+    rough = torch.rand(2000, BLOCK, generator=generator) ** 30
+    rough[:, 400:] = 0
+    drawn_at_the_end = draw(rough, torch.full((2000,), 1 - 2.0**-53, dtype=torch.float64))
+    assert (rough.gather(1, drawn_at_the_end[:, None]) > 0).all()
 
 
 def test_frequencies_match_the_distribution() -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from episodes import conversations
+from pydantic import ValidationError
 from worker_process import WorkerProcess
 
 from swarm_engine import worker
+from swarm_engine.errors import ModelError, WorkerError
 from swarm_engine.models.loading import LoadedPolicy, load_policy
 from swarm_engine.protocol import (
     Boot,
-    Booted,
     Cancel,
     Export,
     Failed,
@@ -29,7 +30,7 @@ from swarm_engine.protocol import (
     Updated,
 )
 from swarm_engine.types import BatchRecord, FinishReason, SamplingParams
-from swarm_engine.worker import WorkerError, check_agreement
+from swarm_engine.worker import Engine, check_agreement
 
 
 def update(step: int) -> Update:
@@ -135,22 +136,47 @@ def test_a_reply_goes_on_across_an_update_and_says_which_weights_sampled_each_to
         ({"policies": {"policy": {"model": "nowhere"}}}, "no model 'nowhere'"),
         ({"policies": {"policy": {"model": "../x"}}}, "leads out of the model root"),
         ({"trainer": {"lerning_rate": 1}}, "lerning_rate"),
+        ({"policies": {}}, "exactly 1"),
     ],
 )
-def test_a_boot_that_cannot_be_says_why_and_ends(
+def test_a_boot_that_cannot_be_is_refused(
     tiny_dir: Path, tmp_path: Path, config: dict[str, object], reason: str
 ) -> None:
+    with pytest.raises((ModelError, ValidationError), match=reason):
+        Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path)))
+
+
+def test_a_worker_that_cannot_boot_says_why_and_ends(tiny_dir: Path, tmp_path: Path) -> None:
     with WorkerProcess(tmp_path) as front:
-        front.send(Boot(config, str(tiny_dir.parent), str(tmp_path)))
-        assert reason in front.receive(Failed).reason
+        front.send(Boot({"policies": {"policy": {"model": "nowhere"}}}, str(tiny_dir.parent), str(tmp_path)))
+        assert "no model 'nowhere'" in front.receive(Failed).reason
         assert front.process.wait(30) == 1
 
 
-def test_a_batch_out_of_order_ends_the_worker(tiny_dir: Path, tmp_path: Path) -> None:
-    with WorkerProcess(tmp_path) as front:
-        front.boot(tiny_dir.parent, tmp_path / "checkpoints", "tiny")
-        front.send(update(2))
-        assert "batch 2 was given to weights of step 0" in front.receive(Failed).reason
+def test_batches_come_in_order_and_never_to_a_frozen_policy(tiny_dir: Path, tmp_path: Path) -> None:
+    engine = boot(tiny_dir, tmp_path)
+    engine.update(update(1))
+    for wrong in (1, 3):
+        with pytest.raises(WorkerError, match=f"batch {wrong} was given to weights of step 1"):
+            engine.update(update(wrong))
+    frozen = boot(tiny_dir, tmp_path, trainable=False)
+    assert not frozen.ready().policies[0].trainable
+    with pytest.raises(WorkerError, match="is frozen"):
+        frozen.update(update(1))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_answer_and_not_an_end(tiny_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    engine = boot(tiny_dir, tmp_path)
+    saved = engine.save()
+    assert (saved.step, saved.path) == (0, None)
+    assert "older checkpoints stand" in (saved.error or "")
+    engine.update(update(1))
+
+
+def boot(tiny_dir: Path, tmp_path: Path, **policy: object) -> Engine:
+    config = {"policies": {"policy": {"model": "tiny"} | policy}, "num_threads": 1}
+    return Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path / "checkpoints")))
 
 
 @pytest.mark.parametrize("moment", ["before boot", "idle", "in an update"])
@@ -182,12 +208,3 @@ def test_sampler_and_trainer_agree_and_it_is_noticed_when_they_do_not(
     monkeypatch.setattr(worker, "score", half_a_thousandth_off)
     with pytest.raises(WorkerError, match="differ by up to"):
         check_agreement(load_policy(tiny.tokenizer_dir), False)
-
-
-def test_a_frozen_policy_is_served(tiny_dir: Path, tmp_path: Path) -> None:
-    with WorkerProcess(tmp_path) as front:
-        policies = {"policy": {"model": "tiny", "trainable": False}}
-        front.send(Boot({"policies": policies, "num_threads": 1}, str(tiny_dir.parent), str(tmp_path / "checkpoints")))
-        assert not front.receive(Booted).policies[0].trainable
-        front.send(update(1))
-        assert "is frozen" in front.receive(Failed).reason
