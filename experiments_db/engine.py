@@ -15,7 +15,7 @@ import os
 import sqlite3
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def default_url(home: Path | str | None = None) -> str:
 class Database:
     """An open experiment log. Share it among threads; let each process open its own."""
 
-    url: str
+    url: str = field(repr=False)
     """Opens the same database from another process. It may hold a password, so `name` is what to print."""
     name: str
     """For people: the file, or the URL without its password."""

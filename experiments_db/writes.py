@@ -18,7 +18,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, TypeVar, assert_never
 
-from sqlalchemy import func, inspect, update
+from sqlalchemy import func, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session, col, select
@@ -908,14 +908,15 @@ def _put_once(session: Session, row: R, *, by: Sequence[str], same: Sequence[str
 def insert_once(session: Session, row: Row) -> bool:
     """Add a row unless one with the same key is there, also where another process adds it in the same moment."""
     session.flush()
+    table = Row.metadata.tables[str(row.__tablename__)]
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    attributes = inspect(type(row)).column_attrs
-    values = {attribute.columns[0].name: getattr(row, attribute.key) for attribute in attributes}
+    values = {column.name: getattr(row, column.name) for column in table.columns}
+    # Without the option the driver for PostgreSQL is not asked how many rows an INSERT made.
+    statement = insert(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
     try:
-        result = session.connection().execute(insert(type(row)).values(values).on_conflict_do_nothing())
+        return session.connection().execute(statement, values).rowcount == 1
     except IntegrityError as error:
         raise ConflictError(f"the database refuses this {row.__tablename__}: {first_line(error.orig)}") from error
-    return result.rowcount == 1
 
 
 def _find(session: Session, row: R, by: Sequence[str]) -> R | None:

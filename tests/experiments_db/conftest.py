@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,15 +14,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, make_url, text
 
 from experiments_db.engine import Database, open_database
+from experiments_db.ulid import new_ulid
 from experiments_db.writes import create_single_run
 
 
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.heavy)])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """A new one, of each kind; PostgreSQL where A3R_TEST_POSTGRES names a server that may make databases."""
+    if request.param == "sqlite":
+        with open_database(home=tmp_path / "home") as opened:
+            yield opened
+    else:
+        with new_postgres() as url, open_database(url) as opened:
+            yield opened
+
+
+@contextlib.contextmanager
+def new_postgres() -> Iterator[str]:
+    """URL of a new database on the server of A3R_TEST_POSTGRES, dropped at the end."""
+    server = os.environ.get("A3R_TEST_POSTGRES")
+    if not server:
+        pytest.skip("A3R_TEST_POSTGRES names no server: postgresql://USER@HOST:PORT/postgres")
+    url = make_url(server).set(drivername="postgresql+psycopg")
+    name = f"test_{new_ulid().lower()}"
+    control = create_engine(url, isolation_level="AUTOCOMMIT")
+    with control.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+        yield url.set(database=name).render_as_string(hide_password=False)
+        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+    control.dispose()
+
+
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    with open_database(home=tmp_path / "home") as opened:
-        yield opened
+def postgres_url() -> Iterator[str]:
+    with new_postgres() as url:
+        yield url
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -29,6 +30,13 @@ from experiments_db.errors import (
 )
 from experiments_db.models import Note, Row, Study, StudyKind
 from experiments_db.writes import add_note, create_study
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    """Of SQLite alone; test_postgres.py looks at the other."""
+    with open_database(home=tmp_path / "home") as opened:
+        yield opened
 
 
 def schema_of(engine: Engine) -> dict[str, object]:

@@ -440,12 +440,14 @@ def test_every_attempt_of_an_evaluation_is_accounted_for(
 )
 @pytest.mark.usefixtures("lab")
 def test_closed_sets_are_closed(database: Database, sql: str) -> None:
-    refused(database, lambda session: session.execute(text(sql)), "CHECK constraint failed")
+    refused(database, lambda session: session.execute(text(sql)), "(?i)check constraint")
 
 
 def test_a_row_can_not_refer_to_nothing(database: Database) -> None:
-    refused(database, lambda session: session.add(Stage(prereg_id="nope", n=0, kind=StageKind.SCREEN)), "FOREIGN KEY")
-    refused(database, lambda session: session.add(EstimateInput(estimate_id="a", experiment_id="b")), "FOREIGN KEY")
+    refused(
+        database, lambda session: session.add(Stage(prereg_id="nope", n=0, kind=StageKind.SCREEN)), "(?i)foreign key"
+    )
+    refused(database, lambda session: session.add(EstimateInput(estimate_id="a", experiment_id="b")), "(?i)foreign key")
 
 
 # Single runs, money
