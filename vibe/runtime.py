@@ -174,8 +174,11 @@ class Run:
         """The engine's config with the start weights in it, warmed up first where none ship for these rules."""
         name = self.spec.start_weights
         template = library.load(self.spec.template)
-        if name == template.start_weights and not warmup.is_shipped(template, self.spec.rules):
-            name = await self._warm_up(template, swarm)
+        if name == template.start_weights:
+            if warmup.is_shipped(template, self.spec.rules):
+                self._note_warm_up(name, warmup.shipped_card(template))
+            else:
+                name = await self._warm_up(template, swarm)
         return self.spec.config.model_copy(update={"policies": {POLICY: PolicyConfig(model=name)}})
 
     async def _warm_up(self, template: library.Template, swarm: Swarm) -> str:
@@ -186,8 +189,7 @@ class Run:
 
         made = home_folder() / MODELS
         name, card = await warmup.warm_up(template, self.spec.rules, made, tell=tell)
-        if not self.record.find("warmup", name=name):
-            self.record.emit("warmup", name=name, text=card.in_words(), card=json.loads(card.to_json()))
+        self._note_warm_up(name, card)
         if swarm.run_dir is None:
             raise UsageError(
                 f"the rules need start weights that the swarm at {swarm.url} does not have; copy {made / name} into "
@@ -195,6 +197,10 @@ class Run:
             )
         copy_model(made / name, swarm.run_dir / MODELS / name)
         return name
+
+    def _note_warm_up(self, name: str, card: warmup.Card) -> None:
+        if not self.record.find("warmup", name=name):
+            self.record.emit("warmup", name=name, text=card.in_words(), card=json.loads(card.to_json()))
 
     @contextlib.asynccontextmanager
     async def games(self, rollout: Rollout) -> AsyncIterator[EnvHost]:

@@ -136,6 +136,16 @@ def is_shipped(template: Template, rules: Mapping[str, RuleValue]) -> bool:
     return dict(rules) == template.defaults and template.start_weights in shipped()
 
 
+def shipped_card(template: Template) -> Card:
+    """How the weights that ship for a template's default rules were made."""
+    from safetensors import safe_open
+
+    from swarm_engine.models import resolve
+
+    with safe_open(resolve(template.start_weights, NANO_DIR), framework="numpy") as file:
+        return Card.from_json(file.metadata()["card"])
+
+
 def folder_name(template: Template, rules: Mapping[str, RuleValue], plan: Plan) -> str:
     """Name of the model folder that holds these weights."""
     parts = [template.name, template.version, sorted(rules.items()), asdict(plan), tokenizer_hash(NANO_DIR)]
