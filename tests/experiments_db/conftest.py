@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,15 +17,25 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
-from experiments_db.engine import Database, open_database
+from experiments_db.engine import FILE_NAME, Database, open_database
 from experiments_db.ulid import new_ulid
 from experiments_db.writes import create_single_run
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database file with every table and no row; a copy is made sooner than the migrations run."""
+    home = tmp_path_factory.mktemp("migrated")
+    open_database(home=home).close()
+    return home / FILE_NAME
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.heavy)])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+def database(request: pytest.FixtureRequest, tmp_path: Path, migrated: Path) -> Iterator[Database]:
     """A new one, of each kind; PostgreSQL where A3R_TEST_POSTGRES names a server that may make databases."""
     if request.param == "sqlite":
+        (tmp_path / "home").mkdir()
+        shutil.copy(migrated, tmp_path / "home")
         with open_database(home=tmp_path / "home") as opened:
             yield opened
     else:
