@@ -52,6 +52,7 @@ from swarm_engine.protocol import (
     from_worker,
     unframe,
 )
+from swarm_engine.sampler import Sampler
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -82,7 +83,7 @@ class Engine:
     name: str
     policy: LoadedPolicy
     trainer: GrpoTrainer
-    sampler: SlotSampler
+    sampler: Sampler
     checkpoint_dir: Path
     is_trainable: bool
 
