@@ -108,9 +108,9 @@ def main() -> int:
             )
         )
         tensors = {name: view.to(torch.bfloat16).contiguous() for name, view in policy.model.named_weights()}
-        save_file(
-            tensors, args.out / "weights" / f"{game}.safetensors", metadata={"format": "pt", "card": card.to_json()}
-        )
+        path = args.out / "weights" / f"{game}.safetensors"
+        save_file(tensors, path, metadata={"format": "pt", "card": card.to_json()})
+        path.chmod(0o644)
         print(f"{game}: built in {(time.monotonic() - started) / 60:.1f} minutes", flush=True)
     (args.out / "CARD.md").write_text(card_page(args.out), encoding="utf-8")
     return 0

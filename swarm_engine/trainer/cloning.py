@@ -42,7 +42,7 @@ class Recipe:
     """Peak; reached after `num_warmup_updates`, then falling in a line to zero."""
     num_warmup_updates: int = 50
     context_weight: float = 0.3
-    """Weight of the mean loss over the text between replies, beside the mean loss over the replies."""
+    """Weight of a token between the replies, beside 1 for a token of a reply."""
     max_grad_norm: float = 1.0
     weight_decay: float = 0.01
 
@@ -92,13 +92,11 @@ def _reply(codec: ChatCodec, text: str) -> tuple[int, ...]:
 
 
 def loss_of(model: Decoder, samples: Sequence[Sample], context_weight: float) -> Tensor:
-    """Mean negative log-likelihood of the replies in nats, plus the weighted one of the text between them."""
+    """Mean negative log-likelihood in nats, a token of a reply weighing 1 and any other `context_weight`."""
     length = max(len(sample.tokens) for sample in samples)
     tokens_B_T = torch.zeros(len(samples), length, dtype=torch.long)
     weights_B_T = torch.zeros(len(samples), length)
-    num_replied = sum(sum(sample.is_reply) for sample in samples)
-    num_context = sum(len(sample.tokens) - 1 for sample in samples) - num_replied
-    by_kind = torch.tensor([context_weight / max(num_context, 1), 1.0 / max(num_replied, 1)])
+    by_kind = torch.tensor([context_weight, 1.0])
     for row, sample in enumerate(samples):
         tokens_B_T[row, : len(sample.tokens)] = torch.tensor(sample.tokens)
         weights_B_T[row, : len(sample.tokens)] = by_kind[torch.tensor(sample.is_reply, dtype=torch.long)]
@@ -106,7 +104,7 @@ def loss_of(model: Decoder, samples: Sequence[Sample], context_weight: float) ->
     weights = weights_B_T[:, 1:]
     is_wanted = weights > 0
     losses = functional.cross_entropy(model.logits(hidden[is_wanted]), tokens_B_T[:, 1:][is_wanted], reduction="none")
-    return (losses * weights[is_wanted]).sum()
+    return (losses * weights[is_wanted]).sum() / weights.sum()
 
 
 def clone(
