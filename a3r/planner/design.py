@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from a3r.errors import QuestionError
 from a3r.planner.offline import Reading, shown
@@ -61,6 +61,8 @@ def design(reading: Reading, wishes: Wishes) -> Plan:
     Raises:
         QuestionError: the numbers don't fit together; the message says which and what would.
     """
+    if all(isinstance(level, int | float) for level in reading.levels):
+        reading = replace(reading, levels=tuple(sorted(reading.levels, key=float)))
     game, knob = reading.game, reading.knob
     seeds = wishes.seeds or reading.counts.get("seeds") or SEEDS
     extra = EXTRA_SEEDS if wishes.extra_seeds is None else wishes.extra_seeds

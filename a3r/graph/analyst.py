@@ -1,0 +1,170 @@
+"""Analyst: checks that runs did what their blueprints say, computes the numbers, reads the locked tree.
+
+No model and no person chooses here: the branch follows from the rows, and its trace is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from langgraph.graph import END, START, StateGraph
+from langgraph.graph.state import CompiledStateGraph
+
+from a3r import estimates, integrity, store
+from a3r.analysis import contrasts, evidence
+from a3r.graph.state import Deps, StudyState
+from a3r.prereg.plan import Plan
+from a3r.prereg.tree import Evidence, FailedRateAbove, Leaf, Truth, decide, judge
+from a3r.store import RunView
+from experiments_db import writes
+from experiments_db.models import ExperimentStatus, OwnerType, Severity
+
+GO_ON = "go_on"
+"""What the noise floor leads to where its runs did not fail."""
+
+
+def analyst(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, StudyState]:
+    """The analyst's graph."""
+
+    def check_runs(state: StudyState) -> StudyState:
+        """Findings as rows; a run that is not what its blueprint says is quarantined, counted, and in no estimate."""
+        plan = store.plan_of(deps.database, state["study_id"])
+        views = store.runs(deps.database, state["study_id"], state["stage"])
+        whole = [view for view in views if view.status is ExperimentStatus.DONE]
+        records = store.records(deps.database, plan, whole)
+        for view, record in zip(whole, records, strict=True):
+            facts = store.facts(deps.database, view.experiment_id)
+            for problem in integrity.check_run(plan, plan.arm(view.arm), record, facts):
+                with deps.database.write() as session:
+                    writes.add_finding(
+                        session,
+                        OwnerType.EXPERIMENT,
+                        view.experiment_id,
+                        detector=problem.detector,
+                        severity=problem.severity,
+                        message=problem.message,
+                    )
+                    if problem.severity is Severity.HIGH:
+                        writes.quarantine(session, view.experiment_id, problem.message)
+                deps.tell(
+                    "finding", arm=view.arm, seed=view.seed, severity=problem.severity.value, text=problem.message
+                )
+        stage = store.stage_id(deps.database, state["study_id"], state["stage"])
+        for problem in integrity.check_seeds(records):
+            with deps.database.write() as session:
+                writes.add_finding(
+                    session,
+                    OwnerType.STAGE,
+                    stage,
+                    detector=problem.detector,
+                    severity=problem.severity,
+                    message=problem.message,
+                )
+            deps.tell("finding", severity=problem.severity.value, text=problem.message)
+        return {}
+
+    def estimate(state: StudyState) -> StudyState:
+        """Every number that this look at the data gives, as rows."""
+        plan = store.plan_of(deps.database, state["study_id"])
+        records = store.records(deps.database, plan, look_at(deps, state))
+        stage = state["stage"]
+        drafts = estimates.noise_floor(plan, records) if stage == 0 else estimates.comparison(plan, records, stage)
+        store.store_estimates(deps.database, state["study_id"], stage, drafts)
+        numbers = {draft.key: draft for draft in drafts}
+        if told := numbers.get("noise/smallest_difference/seeds"):
+            sd = numbers["noise/sd"]
+            deps.tell(
+                "noise_floor",
+                sd=sd.value,
+                ci=sd.ci,
+                smallest_difference=told.value,
+                seeds=told.n_seeds,
+                power=plan.power,
+                unit=plan.metric.unit,
+            )
+        return {}
+
+    def decide_stage(state: StudyState) -> StudyState:
+        """Read the locked tree for every contrast, and keep the way it took."""
+        plan = store.plan_of(deps.database, state["study_id"])
+        records = store.records(deps.database, plan, look_at(deps, state))
+        if state["stage"] == 0:
+            return {"leaf": _after_noise_floor(deps, state, plan, records)}
+        runs = [estimates.run_of(plan, record) for record in records]
+        can_extend, why = affordable(deps, state, plan)
+        leaves: list[Leaf] = []
+        ids = {key: row.id for key, row in store.estimates(deps.database, state["study_id"]).items()}
+        stage = store.stage_id(deps.database, state["study_id"], state["stage"])
+        for n, contrast in enumerate(contrasts(plan, runs)):
+            seen = evidence(plan, contrast, times_extended=state["stage"] - 1, can_extend=can_extend)
+            verdict = decide(plan.tree, seen)
+            leaves.append(verdict.leaf)
+            read_from = [f"{kind}/{contrast.arm}/look{state['stage']}" for kind in ("contrast", "equivalence")]
+            with deps.database.write() as session:
+                writes.add_decision(
+                    session,
+                    stage,
+                    n=n,
+                    node_id=verdict.trace[-1].node,
+                    branch=verdict.leaf.value,
+                    predicate_trace=[asdict(visited) for visited in verdict.trace],
+                    estimates=[ids[key] for key in read_from],
+                    comment=f"{contrast.arm} against {plan.reference.key}; {why}",
+                )
+            trace = [asdict(visited) for visited in verdict.trace]
+            deps.tell("decision", arm=contrast.arm, branch=verdict.leaf.value, trace=trace)
+        # Seeds are added to every arm, so that all stay comparable; the tree is then read anew for each.
+        leaf = Leaf.ADD_SEEDS if Leaf.ADD_SEEDS in leaves else leaves[0]
+        return {"leaf": leaf.value}
+
+    graph = StateGraph(StudyState)
+    graph.add_node("check_runs", check_runs)
+    graph.add_node("estimate", estimate)
+    graph.add_node("decide_stage", decide_stage)
+    graph.add_edge(START, "check_runs")
+    graph.add_edge("check_runs", "estimate")
+    graph.add_edge("estimate", "decide_stage")
+    graph.add_edge("decide_stage", END)
+    return graph.compile()
+
+
+def look_at(deps: Deps, state: StudyState) -> list[RunView]:
+    """The runs that the numbers of this stage come from: of the reference alone, or of all stages so far."""
+    return [run for run in store.runs(deps.database, state["study_id"]) if run.stage <= state["stage"]]
+
+
+def affordable(deps: Deps, state: StudyState, plan: Plan) -> tuple[bool, str]:
+    """Whether the extra seeds fit what is left of the budget, by what runs have cost so far; and that in words."""
+    if state["stage"] != 1 or not plan.extra_seeds:
+        return False, "no seeds are left to add"
+    runs = store.runs(deps.database, state["study_id"])
+    spent = sum(run.seconds for run in runs)
+    each = max((run.seconds for run in runs), default=0.0)
+    needed = each * len(plan.extra_seeds) * len(plan.arms)
+    fits = spent + needed <= plan.budget.job_seconds
+    return fits, (
+        f"runs took {spent:.0f} s so far, adding seeds takes about {needed:.0f} s more, "
+        f"the budget is {plan.budget.job_seconds:.0f} s"
+    )
+
+
+def _after_noise_floor(deps: Deps, state: StudyState, plan: Plan, records: list[estimates.RunRecord]) -> str:
+    """Go on, unless so many runs of the reference failed that no arm could be compared with it."""
+    failed = sum(record.failure is not None for record in records)
+    seen = Evidence(None, 1.0, 1.0, num_failed=failed, num_runs=len(records), times_extended=0, can_extend=False)
+    trace: list[dict[str, Any]] = []
+    leaf = GO_ON
+    for node in plan.tree.nodes:
+        if isinstance(node.when, FailedRateAbove):
+            truth, because = judge(node.when, seen)
+            trace.append({"node": node.id, "test": node.when.test, "truth": truth.value, "because": because})
+            if truth is Truth.TRUE:
+                leaf = node.then.value
+                break
+    stage = store.stage_id(deps.database, state["study_id"], 0)
+    with deps.database.write() as session:
+        node_id = trace[-1]["node"] if trace else "none"
+        writes.add_decision(session, stage, node_id=node_id, branch=leaf, predicate_trace=trace)
+    deps.tell("decision", arm=plan.reference.key, branch=leaf, trace=trace)
+    return leaf

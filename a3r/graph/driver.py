@@ -1,0 +1,163 @@
+"""Runs a study's graph until it ends, waiting outside it for people and for jobs.
+
+The driver can be killed at any moment. What it knows is in the checkpoint (where the graph stands) and in the database
+(what is so); `drive` called again goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.types import Command
+
+from a3r import store
+from a3r.errors import A3RError, StoppedError, StudyVersionError, UsageError
+from a3r.graph.build import build_graph
+from a3r.graph.leader import load_draft
+from a3r.graph.lease import lease
+from a3r.graph.runner import observe
+from a3r.graph.state import GRAPH_VERSION, Deps, StudyState
+from a3r.prereg.plan import Plan
+from experiments_db.models import StudyStatus
+
+POLL_S = 0.5
+"""Between two looks at the jobs. Nothing depends on it but how fast an ended job is noticed."""
+MAX_SUPERSTEPS = 10_000
+ENDED = (StudyStatus.DONE, StudyStatus.FAILED, StudyStatus.ABANDONED)
+
+
+@dataclass(frozen=True, slots=True)
+class Approval:
+    """What was said about a plan."""
+
+    is_approved: bool
+    by: str
+
+
+Ask = Callable[[Plan], Approval]
+"""Shows a plan and returns what was said about it; may wait for a person."""
+
+
+def drive(study_id: str, deps: Deps, ask: Ask) -> StudyStatus:
+    """Run or go on with a study to its end; returns where it then stands.
+
+    Raises:
+        StudyBusyError: another process works on it.
+        StudyVersionError: another version of the graph began it.
+        StoppedError: the user stopped it; its running jobs were cancelled, and it can go on.
+        A3RError: a step failed; the message says what to do. The study can go on once that is done.
+    """
+    paths = deps.home.study(study_id)
+    row = store.study(deps.database, study_id)
+    if row.graph_version != GRAPH_VERSION:
+        raise StudyVersionError(
+            f"study {study_id} was begun by version {row.graph_version} of the research graph, this is version "
+            f"{GRAPH_VERSION}; finish it with the A3R that began it, or ask the question again"
+        )
+    if row.status in ENDED:
+        return row.status
+    with lease(paths.lock, study_id), saver(paths.checkpoints) as checkpointer:
+        graph = build_graph(deps, checkpointer)
+        config: RunnableConfig = {
+            "configurable": {"thread_id": study_id},
+            "recursion_limit": MAX_SUPERSTEPS,
+            "max_concurrency": 1,
+        }
+        try:
+            _run(graph, config, study_id, deps, ask)
+        except KeyboardInterrupt:
+            raise _stop(study_id, deps) from None
+        except UsageError as error:
+            store.set_status(deps.database, study_id, StudyStatus.ABANDONED, str(error))
+            raise
+        except A3RError as error:
+            store.set_status(deps.database, study_id, StudyStatus.PAUSED, str(error))
+            raise
+    # That the graph ended is no proof: the database has to say so.
+    status = store.study(deps.database, study_id).status
+    if status not in ENDED:
+        raise A3RError(f"the graph of study {study_id} ended, but the study is {status}; run `a3r resume {study_id}`")
+    return status
+
+
+@contextlib.contextmanager
+def saver(path: Path) -> Iterator[SqliteSaver]:
+    """The checkpoints of one study, in a file of their own. Nothing but plain values is read back from it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, timeout=30, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA synchronous=FULL")
+        yield SqliteSaver(connection, serde=JsonPlusSerializer(allowed_msgpack_modules=None))
+    finally:
+        connection.close()
+
+
+def _run(graph: Any, config: RunnableConfig, study_id: str, deps: Deps, ask: Ask) -> None:
+    """Invoke, answer what the graph waits for, invoke again."""
+    snapshot = graph.get_state(config)
+    if not snapshot.next and not snapshot.values:
+        start: StudyState = {"study_id": study_id, "graph_version": GRAPH_VERSION}
+        graph.invoke(start, config, durability="sync")
+        snapshot = graph.get_state(config)
+    elif snapshot.values.get("graph_version") != GRAPH_VERSION:
+        raise StudyVersionError(
+            f"the checkpoint of study {study_id} is of graph version {snapshot.values.get('graph_version')}, "
+            f"this is {GRAPH_VERSION}"
+        )
+    while snapshot.next:
+        if not snapshot.interrupts:
+            # Killed within a node: it runs again from its start.
+            graph.invoke(None, config, durability="sync")
+        else:
+            (waiting,) = snapshot.interrupts
+            answer = _answer(waiting.value, study_id, deps, ask)
+            # By the interrupt's id: a bare answer that is an empty dict would not count as one.
+            graph.invoke(Command(resume={waiting.id: answer}), config, durability="sync")
+        snapshot = graph.get_state(config)
+
+
+def _answer(waiting: dict[str, Any], study_id: str, deps: Deps, ask: Ask) -> dict[str, Any]:
+    """Wait for what the graph waits for."""
+    if waiting["kind"] == "approve":
+        state: StudyState = {"study_id": study_id, "plan_sha": waiting["plan_sha"]}
+        said = ask(load_draft(deps, state))
+        return {"is_approved": said.is_approved, "by": said.by}
+    assert waiting["kind"] == "jobs", waiting
+    _watch(study_id, waiting["stage"], deps)
+    return {}
+
+
+def _watch(study_id: str, stage: int, deps: Deps) -> None:
+    """Until a job of the stage has ended."""
+    runs = [run for run in store.runs(deps.database, study_id, stage) if run.job_key and not run.is_settled]
+    keys = [run.job_key for run in runs if run.job_key]
+    while True:
+        statuses = deps.executor.poll(keys)
+        deps.tell("jobs", stage=stage, runs=runs, statuses=statuses)
+        if len(statuses) < len(keys) or any(status.state.is_final for status in statuses.values()):
+            return
+        time.sleep(POLL_S)
+
+
+def _stop(study_id: str, deps: Deps) -> StoppedError:
+    """End the running jobs, write that down, and say how to go on."""
+    runs = store.runs(deps.database, study_id)
+    going = [run for run in runs if run.job_key and run.job_state is not None and not run.job_state.is_terminal]
+    deps.tell("stopping", jobs=len(going))
+    deps.executor.cancel([run.job_key for run in going if run.job_key])
+    observe(deps, going)
+    store.set_status(deps.database, study_id, StudyStatus.PAUSED, "stopped by the user")
+    kept = sum(run.status.value == "done" for run in runs)
+    return StoppedError(
+        f"stopped. {kept} finished runs are kept, {len(going)} were cancelled and go on from their last update. "
+        f"Go on with: a3r resume {study_id}"
+    )

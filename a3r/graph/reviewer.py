@@ -1,0 +1,141 @@
+"""Reviewer: turns decisions into claims, sees that each says what its rows say, and publishes the report."""
+
+from __future__ import annotations
+
+from langgraph.graph import END, START, StateGraph
+from langgraph.graph.state import CompiledStateGraph
+from sqlmodel import select
+
+from a3r import claims
+from a3r.claims import ClaimDraft
+from a3r.graph.state import Deps, StudyState
+from a3r.prereg.check import MIN_SEEDS, check
+from a3r.prereg.tree import Leaf
+from a3r.report import bundle as bundles
+from a3r.report import figures, publish, slots, write
+from a3r.report.bundle import Bundle
+from experiments_db import models, writes
+from experiments_db.models import ClaimStatus, ClaimStrength, OwnerType, Severity, StudyStatus
+
+
+def reviewer(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, StudyState]:
+    """The reviewer's graph."""
+
+    def title(bundle: Bundle) -> str:
+        return next(game.title for game in deps.catalogue.games if game.name == bundle.plan.template.name)
+
+    def draft_claims(state: StudyState) -> StudyState:
+        """What each contrast came to, as a sentence with slots."""
+        bundle = bundles.load(deps.database, state["study_id"])
+        for draft, _ in drafts(bundle):
+            _store(deps, bundle, draft, ClaimStatus.DRAFT)
+        return {}
+
+    def verify_claims(state: StudyState) -> StudyState:
+        """No typed number, no slot without a row, no sign or form but the decision's, no verb above the strength."""
+        bundle = bundles.load(deps.database, state["study_id"])
+        source = write.slots_of(bundle, title(bundle), check(bundle.plan))
+        for draft, leaf in drafts(bundle):
+            claims.verify(draft, source, leaf, bundle.plan)
+            _store(deps, bundle, draft, ClaimStatus.VERIFIED)
+            deps.tell("claim", text=slots.plain(draft.text, source), strength=draft.strength.value)
+        return {}
+
+    def publish_report(state: StudyState) -> StudyState:
+        """Write the report, then say that the study is done: whoever sees `done` finds the report."""
+        bundle = bundles.load(deps.database, state["study_id"])
+        hashes = publish.save(publish.files_of(bundle, title(bundle)), deps.paths(state).report)
+        with deps.database.write() as session:
+            for path, sha in hashes.items():
+                writes.add_artifact(session, OwnerType.STUDY, state["study_id"], "report", path, sha256=sha)
+            writes.set_study_status(session, state["study_id"], StudyStatus.DONE)
+        return {}
+
+    graph = StateGraph(StudyState)
+    graph.add_node("draft_claims", draft_claims)
+    graph.add_node("verify_claims", verify_claims)
+    graph.add_node("publish_report", publish_report)
+    graph.add_edge(START, "draft_claims")
+    graph.add_edge("draft_claims", "verify_claims")
+    graph.add_edge("verify_claims", "publish_report")
+    graph.add_edge("publish_report", END)
+    return graph.compile()
+
+
+def drafts(bundle: Bundle) -> list[tuple[ClaimDraft, Leaf | None]]:
+    """The study's claims with the leaf that each has to agree with."""
+    plan, look = bundle.plan, bundle.look
+    if look == 0:
+        return [(claims.failed_early(plan), None)]
+    told = figures.told_key(look, bundle.numbers)
+    found: list[tuple[ClaimDraft, Leaf | None]] = []
+    for arm in plan.treated:
+        leaf = bundle.leaf_of(arm.key)
+        assert leaf is not None, f"the tree was read for {arm.key}"
+        strength = strength_of(bundle, arm.key, leaf)
+        caveats = caveats_of(bundle, arm.key, leaf)
+        draft = claims.compared(plan, arm, leaf, look, strength=strength, told=told, caveats=caveats)
+        found.append((draft, leaf))
+    found += [
+        (claims.learned(arm, plan, look), None) for arm in plan.arms if f"rise/{arm.key}/look{look}" in bundle.numbers
+    ]
+    return found
+
+
+def strength_of(bundle: Bundle, arm: str, leaf: Leaf) -> ClaimStrength:
+    """How well a contrast's claim stands; nothing in a study without fresh seeds is confirmed."""
+    if leaf is Leaf.TOO_MANY_FAILURES:
+        return ClaimStrength.DESCRIPTIVE
+    number = bundle.numbers[f"contrast/{arm}/look{bundle.look}"]
+    overridden = any(decision.overridden_by for _, decision in bundle.decisions)
+    suspect = any(
+        finding.target_type is OwnerType.STAGE and finding.severity is Severity.HIGH and finding.resolved_by is None
+        for finding in bundle.findings
+    )
+    is_result = leaf in {Leaf.SUPERIOR, Leaf.INFERIOR, Leaf.EQUIVALENT}
+    if is_result and number.n_seeds >= MIN_SEEDS and not overridden and not suspect:
+        return ClaimStrength.SUPPORTED
+    return ClaimStrength.EXPLORATORY
+
+
+def caveats_of(bundle: Bundle, arm: str, leaf: Leaf) -> list[str]:
+    """What a reader of the claim has to know with it."""
+    plan = bundle.plan
+    number = bundle.numbers[f"contrast/{arm}/look{bundle.look}"]
+    found: list[str] = []
+    is_small = number.value is not None and abs(number.value) <= plan.metric.margin
+    if leaf in {Leaf.SUPERIOR, Leaf.INFERIOR} and is_small:
+        found.append("The difference is within ±{{f:margin}}, which the plan declared not to matter.")
+    pair = {arm, plan.reference.key}
+    records = [record for record in bundle.records if record.arm in pair]
+    if any(record.failure for record in records) and leaf is not Leaf.TOO_MANY_FAILURES:
+        found.append(
+            f"{{{{f:failed_pair/{arm}}}}} of {{{{f:runs_pair/{arm}}}}} runs failed and count as {{{{f:worst}}}}, "
+            "the worst value there is."
+        )
+    if plan.factor.path == "trainer.group_size":
+        found.append("At equal episodes the levels differ in tasks seen as well: {{f:tasks_note}}")
+    return found
+
+
+def _store(deps: Deps, bundle: Bundle, draft: ClaimDraft, status: ClaimStatus) -> None:
+    """Keep a claim with the estimates it quotes."""
+    with deps.database.write() as session:
+        estimates = session.exec(select(models.Estimate).where(models.Estimate.study_id == bundle.study.id))
+        ids = {row.key: row.id for row in estimates}
+        hypotheses = session.exec(select(models.Hypothesis).where(models.Hypothesis.prereg_id == bundle.prereg.id))
+        codes = {row.code: row.id for row in hypotheses}
+        quoted = slots.names(draft.text)
+        writes.add_claim(
+            session,
+            bundle.study.id,
+            draft.key,
+            form=draft.form,
+            text_template=draft.text,
+            strength=draft.strength,
+            slots={key: ids[key] for key in quoted},
+            hypothesis_id=codes[draft.hypothesis] if draft.hypothesis else None,
+            caveats=list(draft.caveats),
+            evidence=[writes.Evidence(ids[key]) for key in quoted],
+            status=status,
+        )

@@ -1,0 +1,55 @@
+"""What the graph remembers between two nodes: ids and small scalars. Facts are in the database, and win."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypedDict
+
+from a3r.executor import Executor
+from a3r.paths import Home, StudyPaths
+from a3r.planner.catalogue import Catalogue
+from a3r.workshop import Workshop
+from experiments_db.engine import Database
+
+GRAPH_VERSION = "1"
+"""Of the nodes and their order. A study of another version is refused: a renamed node would be skipped silently."""
+
+
+class StudyState(TypedDict, total=False):
+    """The checkpoint."""
+
+    study_id: str
+    graph_version: str
+    plan_sha: str
+    """Hash of the plan: drawn up first, locked once it is approved."""
+    is_approved: bool
+    stage: int
+    """The stage at work; see `a3r.store.batch_of`."""
+    leaf: str
+    """Where the tree led last."""
+
+
+class Tell(Protocol):
+    """Says what happens, to whoever watches."""
+
+    def __call__(self, kind: str, /, **fields: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Deps:
+    """What nodes act with. Never in the checkpoint."""
+
+    database: Database
+    home: Home
+    executor: Executor
+    catalogue: Catalogue
+    workshop: Workshop
+    python: str
+    """The interpreter that runs jobs."""
+    tell: Tell
+    fences: dict[str, int] = field(default_factory=dict)
+    """By job id: the number that this process writes with."""
+
+    def paths(self, state: StudyState) -> StudyPaths:
+        """The study's files."""
+        return self.home.study(state["study_id"])

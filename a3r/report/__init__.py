@@ -1,0 +1,1 @@
+"""The report: prose with slots instead of numbers, filled in from rows, as Markdown, HTML and JSON."""

@@ -1,0 +1,107 @@
+"""Stands in for a training project: writes the rows that a real one writes, with effects that are known.
+
+`effects.json` beside it says what happens. Like the real one it goes on in the folder it was started in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sqlmodel import select
+
+from experiments_db.engine import open_database
+from experiments_db.models import EngineEvent, EvalItem, EvalRun
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for name in ("--run-dir", "--seed", "--experiment", "--db"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    effects = json.loads((Path(__file__).parent / "effects.json").read_text())
+    seed, folder = int(args.seed), Path(args.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "starts").open("a") as starts:
+        starts.write("start\n")
+    if seed in effects.get("fail_seeds", []):
+        print("CUDA is on fire", file=sys.stderr)
+        return 3
+    rng = random.Random(f"{effects['arm']}-{seed}")
+    top = effects["start"] + effects["rise"] + rng.gauss(0, effects["sd"])
+    updates, every, games = effects["updates"], effects["eval_every"], effects["games"]
+    with open_database(args.db) as database:
+        with database.write() as session:
+            if session.get(EngineEvent, (args.experiment, 1)) is None:
+                config = {"trainer": effects["trainer"], "seed": seed}
+                session.add(
+                    EngineEvent(
+                        server_id=args.experiment,
+                        seq=1,
+                        experiment_id=args.experiment,
+                        at=datetime.now(UTC),
+                        kind="config",
+                        payload={"config": config},
+                    )
+                )
+        for step in range(updates + 1):
+            if step:
+                time.sleep(effects.get("step_s", 0.0))
+                print(
+                    json.dumps({"event": "step", "step": step, "updates": updates, "metrics": {"reward_mean": top}}),
+                    flush=True,
+                )
+            if step % every and step != updates:
+                continue
+            label = "before" if step == 0 else "after" if step == updates else "during"
+            level = effects["start"] + (top - effects["start"]) * (1 - math.exp(-4 * step / updates))
+            scores = [
+                level + random.Random(f"{game}-{seed}-{step}-{effects['arm']}").gauss(0, 0.05) for game in range(games)
+            ]
+            with database.write() as session:
+                known = session.exec(
+                    select(EvalRun).where(EvalRun.experiment_id == args.experiment, EvalRun.step == step)
+                ).first()
+                if known is None:
+                    run = EvalRun(
+                        experiment_id=args.experiment,
+                        step=step,
+                        split_name="heldout",
+                        label=label,
+                        temperature=1.0,
+                        k=1,
+                        n_attempted=games,
+                        n_valid=games,
+                    )
+                    session.add(run)
+                    session.flush()
+                    for game, score in enumerate(scores):
+                        session.add(EvalItem(eval_run_id=run.id, item_id=f"heldout-{game}", sample=0, score=score))
+            mean = math.fsum(scores) / games
+            print(
+                json.dumps(
+                    {
+                        "event": "evaluation",
+                        "step": step,
+                        "temperature": 1,
+                        "label": label,
+                        "mean": mean,
+                        "ci": [mean, mean],
+                    }
+                ),
+                flush=True,
+            )
+    if not effects.get("is_silent"):
+        (folder / "results.json").write_text("{}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
