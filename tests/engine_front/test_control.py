@@ -459,7 +459,7 @@ def win(episode: SyncEpisode, _: Task) -> None:
 
 
 def test_status_answers_at_once_during_an_update(serving: Callable[..., Served]) -> None:
-    served = serving(update_s=1.0)
+    served = serving(update_s=5.0)
     with served.client() as client:
         client.start(SMALL, wait=True)
         client.run([Task("a"), Task("b")], win, group_size=2, concurrency=4)

@@ -1,0 +1,467 @@
+"""Starts, stops, failures and kills of real processes: what was answered is there afterwards, once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import SMALL, Process, Served, fake_worker, log_of, serve_process, serve_thread
+from fake_worker import as_metric, digest
+
+from swarm_engine.client import (
+    EpisodeLostError,
+    SwarmClient,
+    SwarmError,
+    SwarmRequestError,
+    SwarmUnavailableError,
+    SyncEpisode,
+    Task,
+)
+from swarm_engine.protocol import Update
+from swarm_engine.server.engine import _record
+from swarm_engine.types import BatchRecord, EngineState, Mode
+
+HI = [{"role": "user", "content": "hi"}]
+CONFIG = {**SMALL, "trainer": {"group_size": 2, "tasks_per_update": 2, "checkpoint_every": 2}}
+
+
+def talk(episode: SyncEpisode, task: Task) -> None:
+    reply = episode.chat([{"role": "user", "content": task.task_id}], max_tokens=6)
+    episode.chat([{"role": "user", "content": task.task_id}, reply.message, *HI], max_tokens=6)
+    episode.end(reward=float(len(reply.text)))
+
+
+def play(client: SwarmClient, *tasks: str, size: int = 2) -> None:
+    client.run([Task(task) for task in tasks], talk, group_size=size, concurrency=4)
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to hold"
+        time.sleep(0.01)
+
+
+def wait_for_step(client: SwarmClient, step: int) -> None:
+    wait_until(lambda: client.status().step >= step and client.status().state is EngineState.ROLLING)
+
+
+def wait_for_state(client: SwarmClient, state: EngineState) -> None:
+    wait_until(lambda: client.status().state is state)
+
+
+def worker_of(served: Served) -> psutil.Process:
+    def found() -> list[psutil.Process]:
+        return [one for one in psutil.Process(served.pid).children() if str(served.run_dir) in one.cmdline()]
+
+    wait_until(lambda: len(found()) == 1)
+    return found()[0]
+
+
+def read_journal(
+    run_dir: Path,
+) -> tuple[list[tuple[int, str, dict[str, Any]]], dict[str, int | None], dict[str, bytes]]:
+    """Events, step by episode, record by episode."""
+    database = sqlite3.connect(run_dir / "journal.db")
+    events = [
+        (seq, kind, json.loads(payload))
+        for seq, kind, payload in database.execute("SELECT seq, kind, payload FROM events")
+    ]
+    rows = database.execute("SELECT episode_id, step, record FROM episodes").fetchall()
+    database.close()
+    return events, {row[0]: row[1] for row in rows}, {row[0]: zlib.decompress(row[2]) for row in rows}
+
+
+def check_journal(run_dir: Path) -> list[float]:
+    """Every promise that can be read off a journal; returns the weights after each step."""
+    events, step_of, records = read_journal(run_dir)
+    assert [seq for seq, _, _ in events] == list(range(1, len(events) + 1))
+    batches = [payload for _, kind, payload in events if kind == "batch"]
+    assert [batch["step"] for batch in batches] == list(range(1, len(batches) + 1))
+    trained = [episode for batch in batches for episode in batch["episode_ids"]]
+    assert len(set(trained)) == len(trained), "an episode is in two batches"
+    weights, expected = "start", []
+    for batch in batches:
+        assert all(step_of[episode] == batch["step"] for episode in batch["episode_ids"])
+        episodes = tuple(_record.validate_json(records[episode]).episode for episode in batch["episode_ids"])
+        record = BatchRecord(batch["step"], tuple(batch["episode_ids"]), batch["seed"])
+        weights = digest(weights, Update(record, episodes))
+        expected.append(as_metric(weights))
+    steps = [payload for _, kind, payload in events if kind == "step"]
+    assert len({step["step"] for step in steps}) == len(steps), "a step was reported twice"
+    for step in steps:
+        assert step["metrics"]["weights"] == expected[step["step"] - 1], "the weights are not what the journal says"
+    states = [payload for _, kind, payload in events if kind == "state"]
+    for before, after in itertools.pairwise(states):
+        assert before["to"] == after["from"]
+    return expected
+
+
+# Orderly ends
+
+
+def test_a_stopped_engine_goes_on_with_what_it_had(serving: Callable[..., Served], tmp_path: Path) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start(CONFIG, wait=True)
+        play(client, "a", "b", "c")
+        wait_for_step(client, 1)
+        running = client.episode("d")
+        assert client.stop().state is EngineState.OFFLINE
+        with pytest.raises(SwarmUnavailableError, match="OFFLINE"):
+            client.episode("d", wait_s=0)
+        with pytest.raises(EpisodeLostError):
+            running.chat(HI)
+        assert not [one for one in psutil.Process(served.pid).children() if str(served.run_dir) in one.cmdline()]
+        status = client.start(wait=True)
+        assert (status.step, status.pool.episodes) == (1, 2)
+        play(client, "d")
+        wait_for_step(client, 2)
+        kinds = Counter(event.kind for event in client.events(follow=False))
+    assert kinds["config"] == 2
+    assert check_journal(tmp_path / "run")
+
+
+def test_another_start_in_the_same_folder_keeps_tokens_and_name_and_says_what_is_lost(tmp_path: Path) -> None:
+    with serve_thread(tmp_path / "run") as first, first.client() as client:
+        client.start(CONFIG, wait=True)
+        play(client, "a")
+        with client.episode("ended", mode=Mode.EVAL) as ended:
+            ended.end(reward=1.0)
+        running = client.episode("b")
+        server_id = client.status().server_id
+    with serve_thread(tmp_path / "run") as second, second.client() as client:
+        assert second.tokens == first.tokens
+        assert client.status().server_id == server_id
+        assert client.status().state is EngineState.OFFLINE
+        assert len(client.timelines(ended.episode_id)) == 0
+        with pytest.raises(SwarmRequestError, match="claim its task again") as caught:
+            client._control("POST", f"/episodes/{running.episode_id}/end", {"reward": 1.0, "outcome": "success"})
+        assert (caught.value.status, caught.value.code) == (410, "episode_lost")
+        same = client._control("POST", f"/episodes/{ended.episode_id}/end", {"reward": 1.0, "outcome": "success"})
+        assert same["rewards"] == {"main": 1.0}
+        assert client.start(wait=True).pool.episodes == 2
+        play(client, "b")
+        wait_for_step(client, 1)
+    check_journal(tmp_path / "run")
+
+
+def test_a_config_that_would_break_the_replay_is_refused_in_a_folder_with_episodes(
+    serving: Callable[..., Served],
+) -> None:
+    with serving().client() as client:
+        client.start(SMALL, wait=True)
+        client.stop()
+        client.start({**SMALL, "seed": 8}, wait=True)
+        play(client, "a")
+        client.stop()
+        with pytest.raises(SwarmRequestError, match=r"seed, trainer.learning_rate can't change") as caught:
+            client.start({**SMALL, "trainer": {**SMALL["trainer"], "learning_rate": 0.5}})  # type: ignore[dict-item]
+        assert caught.value.code == "config_changed"
+        relaxed = {**SMALL, "seed": 8, "lease_s": 5.0, "sampler": {"max_tokens": 3}}
+        assert client.start(relaxed, wait=True).pool.episodes == 2
+
+
+def test_an_engine_that_runs_can_not_be_started(serving: Callable[..., Served]) -> None:
+    with serving().client() as client:
+        client.start(SMALL, wait=True)
+        with pytest.raises(SwarmRequestError, match="ROLLING, it can be started from OFFLINE and FAILED") as caught:
+            client.start(SMALL)
+        assert caught.value.status == 409
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({"seeds": 1}, "seeds"),
+        ({"trainer": {"group_size": 1}}, "trainer.group_size"),
+        ({"policies": {}}, "exactly 1"),
+    ],
+)
+def test_a_config_with_a_mistake_is_refused_by_name(engine: Served, config: dict[str, Any], where: str) -> None:
+    with engine.client() as client, pytest.raises(SwarmRequestError, match=where) as caught:
+        client.start(config)
+    assert caught.value.status == 422
+
+
+def test_checkpoints_come_every_so_many_updates_and_a_start_loads_the_last(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start(CONFIG, wait=True)
+        for number in range(3):
+            play(client, f"a{number}", f"b{number}")
+        wait_for_step(client, 3)
+        wait_until(lambda: any(event.kind == "checkpoint" for event in client.events(follow=False)))
+        client.stop()
+        saved = [event.payload["step"] for event in client.events(follow=False) if event.kind == "checkpoint"]
+        assert saved == [2, 3]
+        listed = client._control("GET", "/checkpoints")["checkpoints"]
+        assert [one["step"] for one in listed] == [2, 3]
+        client.start(wait=True)
+        assert client.checkpoint().endswith("step-000003")
+        assert client.export("policy", "mine").endswith("exports/mine")
+        with pytest.raises(SwarmRequestError, match="no plain folder name"):
+            client.export("policy", "../mine")
+        play(client, "a", "b")
+        wait_for_step(client, 4)
+    check_journal(served.run_dir)
+
+
+# Failures
+
+
+def test_a_worker_that_can_not_boot_fails_the_engine_with_its_reason(serving: Callable[..., Served]) -> None:
+    served = serving(boot_error="there is no model 'nano-chess'")
+    with served.client() as client:
+        with pytest.raises(SwarmUnavailableError, match="there is no model 'nano-chess'"):
+            client.start(SMALL, wait=True)
+        assert client.status().state is EngineState.FAILED
+        with pytest.raises(SwarmUnavailableError, match=r"nano-chess.*start it again"):
+            client.episode("a", wait_s=0)
+        fake_worker(served.run_dir)
+        client.start(wait=True)
+        play(client, "a")
+
+
+def test_a_worker_that_is_killed_fails_the_engine_and_a_start_loses_nothing(serving: Callable[..., Served]) -> None:
+    served = serving(token_s=0.02, end_chance=0.0)
+    with served.client() as client:
+        client.start(CONFIG, wait=True)
+        play(client, "a")
+        episode = client.episode("b")
+        failures: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                episode.chat(HI, max_tokens=16)
+            except SwarmError as error:
+                failures.append(error)
+
+        waiting = threading.Thread(target=call)
+        waiting.start()
+        time.sleep(0.15)
+        worker_of(served).send_signal(signal.SIGKILL)
+        waiting.join(10)
+        wait_for_state(client, EngineState.FAILED)
+        assert isinstance(failures[0], EpisodeLostError)
+        assert "killed by SIGKILL" in (client.status().reason or "")
+        assert client.start(wait=True).pool.episodes == 2
+        play(client, "b")
+        wait_for_step(client, 1)
+    check_journal(served.run_dir)
+
+
+def test_a_worker_that_is_killed_while_it_updates_trains_the_batch_at_the_next_start(
+    serving: Callable[..., Served],
+) -> None:
+    served = serving(update_s=0.5)
+    with served.client() as client:
+        client.start(CONFIG, wait=True)
+        for number in range(3):
+            play(client, f"a{number}", f"b{number}")
+            wait_for_step(client, number + 1)
+        play(client, "a", "b")
+        wait_for_state(client, EngineState.WEIGHT_SYNCING)
+        worker_of(served).send_signal(signal.SIGKILL)
+        wait_for_state(client, EngineState.FAILED)
+        client.start(wait=True)
+        assert client.status().step == 4
+        steps = [event.payload["step"] for event in client.events(follow=False) if event.kind == "step"]
+        assert steps == [1, 2, 3, 4]
+    check_journal(served.run_dir)
+
+
+def test_a_full_disk_fails_the_engine_and_a_start_after_making_room_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with serve_thread(run_dir) as served, served.client() as client:
+        client.start(CONFIG, wait=True)
+        play(client, "a")
+        limit_pages(run_dir, 2)
+        with pytest.raises(SwarmRequestError, match=r"is full.*make room") as caught:
+            client.episode("b").end(reward=1.0, metrics={f"metric {number}": 1.0 for number in range(2000)})
+        assert (caught.value.status, caught.value.code) == (507, "journal_full")
+        wait_for_state(client, EngineState.FAILED)
+        assert "is full" in (client.status().reason or "")
+        client.start(wait=True)
+        assert client.status().pool.episodes == 2
+        play(client, "b")
+        wait_for_step(client, 1)
+    events, _, _ = read_journal(run_dir)
+    assert Counter(kind for _, kind, _ in events)["episode"] == 4
+
+
+def limit_pages(run_dir: Path, more: int) -> None:
+    """Make SQLite believe that the disk is full after a few more pages of 4 KiB."""
+    import gc
+
+    from swarm_engine.server.journal import Journal
+
+    journals = [one for one in gc.get_objects() if isinstance(one, Journal) and not one.is_closed]
+    (journal,) = [one for one in journals if one.path.parent == run_dir]
+    database = journal._writer_database
+    (pages,) = database.execute("PRAGMA page_count").fetchone()
+    database.execute(f"PRAGMA max_page_count={pages + more}")
+
+
+# Processes
+
+
+def test_a_second_server_in_a_folder_and_a_taken_port_are_refused(tmp_path: Path) -> None:
+    with serve_thread(tmp_path / "run") as served:
+        again = serve_in_vain("--run-dir", str(tmp_path / "run"))
+        assert again.returncode == 2
+        assert f"another server runs in {tmp_path / 'run'} at {served.url}" in again.stderr
+        assert "choose another --run-dir" in again.stderr
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        refused = serve_in_vain("--run-dir", str(tmp_path / "other"), "--port", port, "--json")
+        assert refused.returncode == 2
+        assert f"127.0.0.1 port {port} can't be bound" in refused.stderr
+        assert json.loads(refused.stdout)["event"] == "error"
+
+
+def serve_in_vain(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "swarm_engine.cli", "serve", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_ends_the_worker_and_exits_with_0(tmp_path: Path, number: int) -> None:
+    run_dir = tmp_path / "run"
+    served = serve_process(run_dir, "--start", "--config", str(config_file(tmp_path)), worker=fake_worker(run_dir))
+    with served.client() as client:
+        wait_for_state(client, EngineState.ROLLING)
+        play(client, "a", "b")
+        wait_for_step(client, 1)
+        followed = client.events(after=client.status().last_seq - 1)
+        next(followed)
+        worker = worker_of(served)
+        started = time.monotonic()
+        assert served.stop(number) == 0
+        assert time.monotonic() - started < 10
+        wait_until(lambda: not worker.is_running())
+        assert (
+            next(event.payload["cause"] for event in followed if event.kind == "state") == signal.Signals(number).name
+        )
+    assert not (run_dir / "server.json").exists()
+    assert (run_dir / "checkpoints" / "step-000001" / "weights.json").exists()
+    assert "Traceback" not in log_of(run_dir).read_text()
+    check_journal(run_dir)
+
+
+def config_file(folder: Path) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    return file
+
+
+def test_a_server_ends_with_the_program_that_embeds_it_and_its_worker_with_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    served = serve_process(run_dir, "--start", "--exit-with-stdin", worker=fake_worker(run_dir), stdin=subprocess.PIPE)
+    with served.client() as client:
+        wait_for_state(client, EngineState.ROLLING)
+    worker = worker_of(served)
+    assert served.process.stdin is not None
+    served.process.stdin.close()
+    assert served.process.wait(20) == 0
+    wait_until(lambda: not worker.is_running())
+    served.stop()
+
+
+@pytest.mark.slow
+def test_whatever_is_killed_whenever_no_completed_episode_is_lost_and_none_is_trained_twice(tmp_path: Path) -> None:
+    """SIGKILL of front and worker at random points while clients play; the weights are those of the journal."""
+    run_dir = tmp_path / "run"
+    draw = random.Random(5)
+    worker = fake_worker(run_dir, token_s=0.001, update_s=0.05)
+    served = serve_process(
+        run_dir, "--port", str(free_port()), "--start", "--config", str(config_file(tmp_path)), worker=worker
+    )
+    port = served.url.rpartition(":")[2]
+    answered: list[str] = []
+    is_over = threading.Event()
+
+    def keep_playing(name: str) -> None:
+        number = 0
+        while not is_over.is_set():
+            with suppress(SwarmError), SwarmClient(served.url, served.tokens["sampler"]) as client:
+                while not is_over.is_set():
+                    with client.episode(f"{name}{number}", wait_s=5) as episode:
+                        talk(episode, Task(f"{name}{number}"))
+                        answered.append(episode.episode_id)
+                    number += 1
+            time.sleep(0.05)
+
+    # Two clients work on each task, so that groups fill.
+    clients = [threading.Thread(target=keep_playing, args=(name,)) for name in ("a", "a", "b", "b")]
+    for client_thread in clients:
+        client_thread.start()
+    try:
+        for _ in range(6):
+            time.sleep(draw.uniform(0.3, 1.5))
+            if draw.random() < 0.5:
+                served.stop(signal.SIGKILL)
+                served = serve_process(run_dir, "--port", port, "--start", worker=worker)
+            else:
+                with suppress(psutil.NoSuchProcess, AssertionError):
+                    worker_of(served).send_signal(signal.SIGKILL)
+                with served.client() as client:
+                    wait_until(lambda client=client: client.status().state in (EngineState.FAILED, EngineState.ROLLING))
+                    with suppress(SwarmRequestError):
+                        client.start()
+            with served.client() as client:
+                wait_until(lambda client=client: client.status().state not in (EngineState.BOOTING, EngineState.FAILED))
+        with served.client() as client:
+            last = client.status().step
+            wait_until(lambda: client.status().step >= last + 2, 60)
+    finally:
+        is_over.set()
+        for client_thread in clients:
+            client_thread.join(30)
+        assert served.stop() == 0
+    weights = check_journal(run_dir)
+    assert len(weights) >= 3
+    _, step_of, _ = read_journal(run_dir)
+    assert set(answered) <= set(step_of), "an episode that was answered is gone"
+    kept = json.loads(sorted((run_dir / "checkpoints").glob("step-*/weights.json"))[-1].read_text())
+    assert as_metric(kept["weights"]) == weights[kept["step"] - 1]
+    assert len(answered) > 10
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_no_worker_outlives_a_front_that_was_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    served: Process = serve_process(run_dir, "--start", worker=fake_worker(run_dir))
+    with served.client() as client:
+        wait_for_state(client, EngineState.ROLLING)
+    worker = worker_of(served)
+    served.stop(signal.SIGKILL)
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    with serve_thread(run_dir) as again, again.client() as client:
+        causes = [event.payload["cause"] for event in client.events(follow=False) if event.kind == "state"]
+        assert causes[-1] == "the server ended without stopping the engine"
+        assert client.status().state is EngineState.OFFLINE
