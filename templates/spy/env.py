@@ -2,8 +2,9 @@
 
 The civilians are the policy, each seat an agent of its own with its own reward. The spy is scripted and knows no more
 than they do: nobody is told who has the other word. A clue is one of the words listed for one's own word. The clues of
-a round are given at the same time, like the votes: a player hears them when all are in. Everything that chance decides
-is drawn at `reset`, so the episodes of one seed have the same words and the same spy.
+a round are given at the same time, like the votes: a player hears them when all are in. A vote names the clue that
+does not fit, and counts against every other player who gave it. Everything that chance decides is drawn at `reset`, so
+the episodes of one seed have the same words and the same spy.
 
 A reply that is no allowed clue or vote counts as none and costs something; one that says the secret word, in whatever
 spelling, costs everything and the player is out. See rewards.py.
@@ -59,7 +60,7 @@ MAX_NOTED = 80
 
 
 class Turn(TypedDict):
-    """A civilian is to speak or to vote."""
+    """A civilian is to give a clue or to vote."""
 
     seat: str
     agent: str
@@ -109,7 +110,8 @@ class Game:
         """Every clue of the rounds that are over, with its seat, in order."""
         self.unheard: list[tuple[int, str]] = []
         """The clues of this round."""
-        self.votes: dict[int, int] = {}
+        self.votes: dict[int, str] = {}
+        """The clue that each seat voted for."""
         self.heard = dict.fromkeys(self.seats, 0)
         """How many of `said` a seat has been told."""
         self.num_illegal = dict.fromkeys(self.seats, 0)
@@ -127,7 +129,7 @@ class Game:
         """The clues or votes allowed to the seat to move."""
         _, seat = self.queue[0]
         if self.is_vote:
-            return [str(other) for other in self.seats if other != seat]
+            return list(dict.fromkeys(clue for other, clue in self.said if other != seat))
         return clues_of(self.word_of(seat))
 
     def step(self, text: str) -> Turn | End:
@@ -135,13 +137,13 @@ class Game:
         _, seat = self.queue[0]
         answer = text.strip().casefold()
         if answer in self.legal():
-            self._take(answer, text, f"votes for player {answer}" if self.is_vote else "gives a clue")
+            self._take(answer, text)
         elif says(self.word_of(seat), text):
             self.out.add(seat)
-            self._take(NO_CLUE, text, "says the secret word: the player is out")
+            self._take(None, text, "says the secret word: the player is out")
         else:
             self.num_illegal[seat] += 1
-            self._take(NO_CLUE, text, "not allowed: counts as nothing")
+            self._take(None, text, "not allowed: counts as nothing")
         return self._next()
 
     def suggest(self, player: str) -> str:
@@ -189,7 +191,7 @@ class Game:
                 self.queue.pop(0)
             elif seat == self.spy_seat:
                 answer = self._scripted(self.spy, self.luck)
-                self._take(answer, answer, "the spy, scripted")
+                self._take(answer, answer)
             else:
                 return self._ask()
         return self._end()
@@ -198,44 +200,54 @@ class Game:
         _, seat = self.queue[0]
         script = PLAYERS[player]
         if self.is_vote:
-            return str(script.vote(seat, clues_of(self.word_of(seat)), self.said, luck["votes"]))
+            return script.vote(seat, clues_of(self.word_of(seat)), self.said, luck["votes"])
         return script.clue(luck["clues"][self.round - 1 :])
 
-    def _take(self, answer: str, text: str, note: str) -> None:
+    def _take(self, answer: str | None, text: str, fault: str = "") -> None:
+        """Enter a clue or a vote; None is neither."""
         _, seat = self.queue.pop(0)
+        note = fault
         if not self.is_vote:
-            self.unheard.append((seat, answer))
-        elif answer != NO_CLUE:
-            self.votes[seat] = int(answer)
-        self.record.append({"seat": f"seat-{seat}", "text": text[:MAX_NOTED], "note": note})
+            self.unheard.append((seat, answer or NO_CLUE))
+            note = fault or "gives a clue"
+        elif answer is not None:
+            self.votes[seat] = answer
+            note = f"votes against {' and '.join(f'seat-{other}' for other in self._accused(seat))}"
+        who = ", the spy" if seat == self.spy_seat else ""
+        self.record.append({"seat": f"seat-{seat}", "text": text[:MAX_NOTED], "note": note + who})
+
+    def _accused(self, seat: int) -> list[int]:
+        """The players that a seat's vote counts against."""
+        vote = self.votes.get(seat)
+        return sorted({other for other, clue in self.said if other != seat and clue == vote})
 
     def _ask(self) -> Turn:
         _, seat = self.queue[0]
         word = self.word_of(seat)
-        news = [f"{other}:{clue}" for other, clue in self.said[self.heard[seat] :] if other != seat]
+        news = [clue for other, clue in self.said[self.heard[seat] :] if other != seat]
         self.heard[seat] = len(self.said)
         system = (
-            f"You are player {seat} of {len(self.seats)}. Your word is {word}. One player has another word. "
-            f"Your clues: {'/'.join(clues_of(word))}. Give a clue, then vote for that player."
+            f"Your word is {word}, one of {len(self.seats)} players has another word. "
+            f"Your clues: {'/'.join(clues_of(word))}. Give one. Vote for the clue that does not fit your word."
         )
-        observation = "\n".join([*news, "vote?" if self.is_vote else "clue?"])
+        observation = "\n".join(["/".join(news)] * bool(news) + ["vote?" if self.is_vote else "clue?"])
         return {"seat": f"seat-{seat}", "agent": f"seat-{seat}", "system": system, "observation": observation}
 
     def _end(self) -> End:
-        counts = [sum(vote == seat for vote in self.votes.values()) for seat in self.seats]
+        counts = [sum(seat in self._accused(voter) for voter in self.seats) for seat in self.seats]
         most = max(counts)
         is_spy_out = counts[self.spy_seat - 1] == most and counts.count(most) == 1
         civilians = [seat for seat in self.seats if seat != self.spy_seat]
         paid = {
             f"seat-{seat}": rewards.pay(
                 is_spy_out=is_spy_out,
-                has_found_spy=self.votes.get(seat) == self.spy_seat,
+                has_found_spy=self.spy_seat in self._accused(seat),
                 num_illegal=self.num_illegal[seat],
                 said_word=seat in self.out,
             )
             for seat in civilians
         }
-        found = sum(self.votes.get(seat) == self.spy_seat for seat in civilians)
+        found = sum(self.spy_seat in self._accused(seat) for seat in civilians)
         return {
             "rewards": paid,
             "outcome": "success" if is_spy_out else "failure",

@@ -8,12 +8,12 @@ from typing import Protocol
 
 
 class Vote(Protocol):
-    """Whom to vote for."""
+    """Which clue to vote for."""
 
     def __call__(
         self, seat: int, clues: Collection[str], said: Sequence[tuple[int, str]], luck: Sequence[int], /
-    ) -> int:
-        """Another seat. `clues` fit one's own word, `luck` is a random order of all seats."""
+    ) -> str:
+        """Another seat's clue. `clues` fit one's own word, `luck` is a random order of all seats."""
         ...
 
 
@@ -38,15 +38,16 @@ def say_any(luck: Sequence[str]) -> str:
     return luck[0]
 
 
-def vote_for_any(seat: int, _clues: Collection[str], _said: Sequence[tuple[int, str]], luck: Sequence[int]) -> int:
-    """Anyone else."""
-    return next(other for other in luck if other != seat)
+def vote_for_any(seat: int, _clues: Collection[str], said: Sequence[tuple[int, str]], luck: Sequence[int]) -> str:
+    """What anyone else said."""
+    accused = next(other for other in luck if other != seat)
+    return next(clue for other, clue in said if other == accused)
 
 
-def vote_by_clues(seat: int, clues: Collection[str], said: Sequence[tuple[int, str]], luck: Sequence[int]) -> int:
-    """Someone who gave a clue that does not fit one's own word; where all fit, anyone else."""
-    strange = {other for other, clue in said if clue not in clues}
-    return next((other for other in luck if other != seat and other in strange), vote_for_any(seat, clues, said, luck))
+def vote_by_clues(seat: int, clues: Collection[str], said: Sequence[tuple[int, str]], luck: Sequence[int]) -> str:
+    """A clue that does not fit one's own word; where all fit, anyone's."""
+    strange = sorted(((luck.index(other), clue) for other, clue in said if other != seat and clue not in clues))
+    return strange[0][1] if strange else vote_for_any(seat, clues, said, luck)
 
 
 PLAYERS = {"random": Player(say_any, vote_for_any), "scripted": Player(say_any, vote_by_clues)}

@@ -33,8 +33,8 @@ def deal(
 def test_a_civilian_is_told_its_own_word_and_clues_only() -> None:
     _, turn = deal()
     assert turn["system"] == (
-        "You are player 1 of 4. Your word is apple. One player has another word. "
-        "Your clues: cider/core/crisp/fruit/pie/red. Give a clue, then vote for that player."
+        "Your word is apple, one of 4 players has another word. Your clues: cider/core/crisp/fruit/pie/red. "
+        "Give one. Vote for the clue that does not fit your word."
     )
     assert turn["observation"] == "clue?"
 
@@ -44,19 +44,20 @@ def test_clues_of_a_round_are_heard_after_the_round() -> None:
     for clue in ("core", "pie", "red"):
         assert turn["observation"] == "clue?"
         turn = game.step(clue)
-    assert turn["observation"] == "2:pie\n3:red\n4:bell\nvote?"
-    turn = game.step("4")
-    assert turn["observation"] == "1:core\n3:red\n4:bell\nvote?"
+    assert turn["observation"] == "pie/red/bell\nvote?"
+    turn = game.step("bell")
+    assert turn["observation"] == "core/red/bell\nvote?"
 
 
 def test_a_second_round_hears_the_first() -> None:
     game, turn = deal(rounds=2)
     for clue in ("core", "pie", "red"):
         turn = game.step(clue)
-    assert turn["observation"] == "2:pie\n3:red\n4:bell\nclue?"
+    assert turn["observation"] == "pie/red/bell\nclue?"
     for clue in ("core", "core", "core"):
         turn = game.step(clue)
-    assert turn["observation"] == "2:core\n3:core\n4:fruit\nvote?"
+    assert turn["observation"] == "core/core/fruit\nvote?"
+    assert game.legal() == ["pie", "red", "bell", "core", "fruit"]
 
 
 def finish(votes: tuple[str, str, str], clues: tuple[str, str, str] = ("core", "pie", "red")) -> dict[str, Any]:
@@ -67,39 +68,49 @@ def finish(votes: tuple[str, str, str], clues: tuple[str, str, str] = ("core", "
 
 
 def test_the_spy_out_pays_the_team_and_the_own_vote_each() -> None:
-    # The scripted spy votes for player 1, whose clue does not fit its word.
-    assert finish(("4", "4", "4"))["rewards"] == {"seat-1": 1.0, "seat-2": 1.0, "seat-3": 1.0}
-    assert finish(("4", "4", "1"))["rewards"] == {"seat-1": 0.0 + 0.5, "seat-2": 0.5, "seat-3": 0.0}, "2 to 2 is a tie"
-    assert finish(("4", "4", "2"))["rewards"] == {"seat-1": 1.0, "seat-2": 1.0, "seat-3": 0.5}
-    assert finish(("2", "1", "1"))["rewards"] == {"seat-1": 0.0, "seat-2": 0.0, "seat-3": 0.0}
+    # The scripted spy votes for player 1's clue, which does not fit its word.
+    assert finish(("bell", "bell", "bell"))["rewards"] == {"seat-1": 1.0, "seat-2": 1.0, "seat-3": 1.0}
+    assert finish(("bell", "bell", "core"))["rewards"] == {"seat-1": 0.5, "seat-2": 0.5, "seat-3": 0.0}, "2 to 2: a tie"
+    assert finish(("bell", "bell", "pie"))["rewards"] == {"seat-1": 1.0, "seat-2": 1.0, "seat-3": 0.5}
+    assert finish(("pie", "core", "core"))["rewards"] == {"seat-1": 0.0, "seat-2": 0.0, "seat-3": 0.0}
+
+
+def test_a_vote_counts_against_every_other_player_who_gave_the_clue() -> None:
+    end = finish(("pie", "red", "pie"), clues=("pie", "pie", "red"))
+    # Player 1 accuses 2; player 2 accuses 3; player 3 accuses 1 and 2; the spy accuses 1.
+    assert [note["note"] for note in end["record"]][4:] == [
+        "votes against seat-2",
+        "votes against seat-3",
+        "votes against seat-1 and seat-2",
+        "votes against seat-1 and seat-2, the spy",
+    ]
 
 
 def test_a_reply_that_is_not_allowed_costs_a_quarter_and_counts_as_nothing() -> None:
-    end = finish(("1", "4", "4"), clues=("bell", "pie", "red"))
-    assert end["rewards"]["seat-1"] == pytest.approx(0.5 - 0.25 - 0.25), "a clue of another word, a vote for oneself"
+    end = finish(("core", "bell", "bell"), clues=("bell", "pie", "red"))
+    assert end["rewards"]["seat-1"] == 0.5 - 0.25 - 0.25, "another word's clue, a vote for one nobody gave"
     assert end["metrics"]["illegal"] == 2.0
 
 
 def test_a_silent_seat_is_heard_as_silent() -> None:
     game, _ = deal()
-    for reply in ("nothing of use", "pie"):
-        game.step(reply)
-    turn = game.step("red")
-    turn = game.step("4")
-    assert turn["observation"].startswith("1:-\n")
+    for reply in ("nothing of use", "pie", "red", "bell"):
+        turn = game.step(reply)
+    assert turn["observation"].startswith("-/")
+    assert "-" in game.legal()
 
 
 @pytest.mark.parametrize(
     "leak",
     [
         "apple", "APPLE", "apples", "Apple!", "my word is apple", "a-p-p-l-e", "a p p l e", "a.p.p.l.e", "ápple",
-        "apple" * 50, "ａｐｐｌｅ", "a\u200bpple", "4 apple", "pie (apple)",
+        "apple" * 50, "ａｐｐｌｅ", "a\u200bpple", "red apple", "pie (apple)",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("when", ["clue", "vote"])
 def test_saying_the_word_costs_everything(leak: str, when: str) -> None:
     game, turn = deal()
-    for reply in (leak, "pie", "red", "4", "4") if when == "clue" else ("core", "pie", "red", leak, "4", "4"):
+    for reply in (leak, "pie", "red", "bell", "bell") if when == "clue" else ("core", "pie", "red", leak, "pie", "red"):
         assert "rewards" not in turn
         turn = game.step(reply)
     end = turn
@@ -113,7 +124,7 @@ def test_who_said_the_word_is_out_and_is_not_asked_again() -> None:
     game.step("pie")
     turn = game.step("red")
     assert turn["seat"] == "seat-2"
-    assert turn["observation"] == "1:-\n3:red\n4:bell\nvote?"
+    assert turn["observation"] == "-/red/bell\nvote?"
 
 
 @pytest.mark.parametrize("word", sorted(ENV.WORDS))
@@ -162,13 +173,14 @@ def test_a_vote_is_not_seen_before_the_game_is_over() -> None:
             turn = game.step(reply)
         return str(turn["observation"])
 
-    assert second_vote("2") == second_vote("4")
+    assert second_vote("pie") == second_vote("bell")
 
 
 def test_the_spy_plays_by_its_own_word_alone() -> None:
     said = [(1, "core"), (2, "fruit"), (3, "green"), (4, "bell")]
-    assert PLAYERS.vote_by_clues(4, ENV.clues_of("pear"), said, [3, 2, 1, 4]) == 1
-    assert PLAYERS.vote_by_clues(1, ENV.clues_of("apple"), said, [1, 2, 4, 3]) == 4
+    assert PLAYERS.vote_by_clues(4, ENV.clues_of("pear"), said, [3, 2, 1, 4]) == "core"
+    assert PLAYERS.vote_by_clues(1, ENV.clues_of("apple"), said, [1, 2, 4, 3]) == "bell"
+    assert PLAYERS.vote_by_clues(1, ENV.clues_of("apple"), [(1, "core"), (2, "pie"), (3, "red")], [1, 3, 2]) == "red"
 
 
 def test_every_seat_is_its_own_agent_and_the_spys_seat_none() -> None:
