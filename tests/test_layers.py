@@ -89,8 +89,8 @@ def test_the_client_imports_types_only_and_nothing_heavy() -> None:
 
 
 def test_the_client_imports_in_under_a_third_of_a_second() -> None:
-    # Timed inside the child, so that the interpreter's own start does not count; best of 5, for machines are shared.
-    code = "import time; start = time.perf_counter(); import swarm_engine.client; print(time.perf_counter() - start)"
+    # In the child, so that the interpreter's start does not count; CPU time, best of 5, for machines are shared.
+    code = "import time; start = time.process_time(); import swarm_engine.client; print(time.process_time() - start)"
     seconds = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
         for _ in range(5)
