@@ -93,10 +93,10 @@ def compared(
             assert_never(never)
     hypothesis = next((each.code for each in plan.hypotheses if each.arm == arm.key), None)
     return ClaimDraft(
-        key=f"{arm.key}",
+        key=arm.key,
         form=FORMS[leaf],
         strength=strength,
-        text=f"{_capital(sentence)}. ({numbers}.)",
+        text=f"{_capital(sentence)}. {_capital(numbers)}.",
         hypothesis=hypothesis,
         caveats=tuple(caveats),
     )

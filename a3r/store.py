@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlmodel import Session, col, func, select
+from sqlmodel import Session, col, func, or_, select
 
 from a3r.errors import A3RError, UsageError
 from a3r.estimates import Draft, Measurement, RunRecord, analysis_sha
@@ -79,17 +79,17 @@ def create_study(database: Database, question: str, fingerprint: Mapping[str, An
 
 
 def study(database: Database, study_id: str) -> models.Study:
-    """The row of a research study, by its id or the beginning of it.
+    """The row of a research study, by its id, or the beginning or end of it.
 
     Raises:
-        UsageError: there is none, or several begin so.
+        UsageError: there is none, or several fit.
     """
+    wanted = study_id.strip().upper()
     with database.read() as session:
+        ids = col(models.Study.id)
+        fits = or_(ids.startswith(wanted, autoescape=True), ids.endswith(wanted, autoescape=True))
         found = session.exec(
-            select(models.Study).where(
-                col(models.Study.id).startswith(study_id.upper(), autoescape=True),
-                models.Study.kind == models.StudyKind.RESEARCH,
-            )
+            select(models.Study).where(fits, bool(wanted), models.Study.kind == models.StudyKind.RESEARCH)
         ).all()
         if len(found) == 1:
             return found[0]
@@ -100,7 +100,7 @@ def study(database: Database, study_id: str) -> models.Study:
             .limit(5)
         ).all()
     names = "; ".join(f"{row.id} ({row.question[:60]})" for row in recent) or "there is none yet"
-    problem = "is the beginning of several studies" if found else "is no study here"
+    problem = "fits several studies" if found else "is no study here"
     raise UsageError(f"{study_id!r} {problem}. The newest: {names}")
 
 

@@ -5,6 +5,7 @@ No model and no person chooses here: the branch follows from the rows, and its t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -92,7 +93,7 @@ def analyst(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stud
         if state["stage"] == 0:
             return {"leaf": _after_noise_floor(deps, state, plan, records)}
         runs = [estimates.run_of(plan, record) for record in records]
-        can_extend, why = affordable(deps, state, plan)
+        can_extend, why = affordable(plan, look_at(deps, state), state["stage"])
         leaves: list[Leaf] = []
         ids = {key: row.id for key, row in store.estimates(deps.database, state["study_id"]).items()}
         stage = store.stage_id(deps.database, state["study_id"], state["stage"])
@@ -134,11 +135,14 @@ def look_at(deps: Deps, state: StudyState) -> list[RunView]:
     return [run for run in store.runs(deps.database, state["study_id"]) if run.stage <= state["stage"]]
 
 
-def affordable(deps: Deps, state: StudyState, plan: Plan) -> tuple[bool, str]:
-    """Whether the extra seeds fit what is left of the budget, by what runs have cost so far; and that in words."""
-    if state["stage"] != 1 or not plan.extra_seeds:
+def affordable(plan: Plan, runs: Sequence[RunView], stage: int) -> tuple[bool, str]:
+    """Whether the extra seeds fit what is left of the budget, by what runs have cost so far; and that in words.
+
+    Args:
+        runs: of all stages up to this one.
+    """
+    if stage != 1 or not plan.extra_seeds:
         return False, "no seeds are left to add"
-    runs = store.runs(deps.database, state["study_id"])
     spent = sum(run.seconds for run in runs)
     each = max((run.seconds for run in runs), default=0.0)
     needed = each * len(plan.extra_seeds) * len(plan.arms)

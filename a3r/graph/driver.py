@@ -138,11 +138,13 @@ def _answer(waiting: dict[str, Any], study_id: str, deps: Deps, ask: Ask) -> dic
 
 def _watch(study_id: str, stage: int, deps: Deps) -> None:
     """Until a job of the stage has ended."""
-    runs = [run for run in store.runs(deps.database, study_id, stage) if run.job_key and not run.is_settled]
+    plan = store.plan_of(deps.database, study_id)
+    every = store.runs(deps.database, study_id)
+    runs = [run for run in every if run.stage == stage and run.job_key and not run.is_settled]
     keys = [run.job_key for run in runs if run.job_key]
     while True:
         statuses = deps.executor.poll(keys)
-        deps.tell("jobs", stage=stage, runs=runs, statuses=statuses)
+        deps.tell("jobs", stage=stage, plan=plan, every=every, runs=runs, statuses=statuses)
         if len(statuses) < len(keys) or any(status.state.is_final for status in statuses.values()):
             return
         time.sleep(POLL_S)

@@ -23,10 +23,10 @@ class World(StrEnum):
     """A truth to try the tree on."""
 
     NULL = "no effect"
-    SMALL = "an effect half of what the design can tell"
-    LARGE = "an effect twice what the design can tell"
+    SMALL = "half the effect it can tell"
+    LARGE = "twice the effect it can tell"
     ALL_CRASH = "every run fails"
-    NAN = "one arm gives numbers that are not finite"
+    NAN = "one arm is not finite"
 
 
 @dataclass(frozen=True, slots=True)

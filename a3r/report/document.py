@@ -54,6 +54,8 @@ class Table:
     numeric: tuple[int, ...] = ()
     """Columns that are set right-aligned."""
     caption: str = ""
+    summary: str | None = None
+    """Where given, the table is folded under these words."""
 
     @property
     def texts(self) -> tuple[str, ...]:

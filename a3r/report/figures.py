@@ -102,7 +102,7 @@ def gap_figure(bundle: Bundle) -> Figure | None:
         number = bundle.numbers.get(f"contrast/{arm.key}/look{look}")
         if number is not None and number.value is not None:
             low, high = number.bounds
-            label = f"{shown(arm.level)} – {shown(plan.reference.level)}"
+            label = f"{shown(arm.level)} against {shown(plan.reference.level)}"
             rows.append(
                 charts.Gap(label, number.value, -math.inf if low is None else low, math.inf if high is None else high)
             )

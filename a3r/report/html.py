@@ -21,7 +21,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def render(document: Document, source: Source) -> str:
     """The whole page."""
     style = (resources.files("a3r.report") / "report.css").read_text(encoding="utf-8")
-    links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in document.sections)
+    short = ((section.id, section.id.replace("-", " ").capitalize()) for section in document.sections)
+    links = "".join(f'<a href="#{place}">{name}</a>' for place, name in short)
     sections = "\n".join(_section(section, source) for section in document.sections)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -90,7 +91,10 @@ def _table(table: Table, source: Source, *, is_appendix: bool) -> str:
             place = f' id="{anchor("".join(piece.text for piece in resolve(row[0], source)))}"'
         rows.append(f"<tr{place}>{cells(row, 'td')}</tr>")
     caption = f"<caption>{_filled(table.caption, source)}</caption>" if table.caption else ""
-    return (
+    written = (
         f'<div class="table"><table>{caption}<thead><tr>{cells(table.head, "th")}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+    if table.summary is None:
+        return written
+    return f"<details><summary>{escape(table.summary)}</summary>{written}</details>"

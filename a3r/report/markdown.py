@@ -64,4 +64,7 @@ def _table(table: Table, source: Source) -> list[str]:
 
     rule = "|" + "|".join(" ---: " if column in table.numeric else " --- " for column in range(len(table.head))) + "|"
     caption = ["", f"*{_filled(table.caption, source)}*"] if table.caption else []
-    return [row(table.head), rule, *(row(cells) for cells in table.rows), *caption]
+    written = [row(table.head), rule, *(row(cells) for cells in table.rows), *caption]
+    if table.summary is None:
+        return written
+    return [f"<details><summary>{escape(table.summary)}</summary>", "", *written, "", "</details>"]

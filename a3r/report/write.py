@@ -85,12 +85,12 @@ def _answer(bundle: Bundle) -> Section:
 def _question(bundle: Bundle) -> Section:
     plan = bundle.plan
     rows = [
-        ("factor", "{{f:factor}}, `{{f:factor_path}}`, at {{f:levels}}; the reference is {{f:reference}}"),
+        ("factor", "{{f:factor}} ({{f:factor_path}}) at {{f:levels}}; the reference is {{f:reference}}"),
         ("metric", f"{METRIC_TITLES[plan.metric.kind]}, {{{{f:metric_long}}}}"),
         ("game", "{{f:title}}, template version {{f:template_version}}, start weights {{f:start_weights}}"),
     ]
     assumed = tuple(
-        (f"{{{{f:assumption/{index}}}}}", "the question" if each.source is Source.USER else "a default")
+        (f"{{{{f:assumption/{index}}}}}", "question" if each.source is Source.USER else "default")
         for index, each in enumerate(plan.assumptions)
     )
     return Section(
@@ -98,7 +98,7 @@ def _question(bundle: Bundle) -> Section:
         "What was asked, and what was assumed",
         (
             Table(("part", "read as"), tuple(rows)),
-            Table(("assumed", "because of"), assumed),
+            Table(("assumed", "from"), assumed),
         ),
     )
 
@@ -137,7 +137,7 @@ def _plan(bundle: Bundle, checked: Checked) -> Section:
                 "look cover with {{f:level_look}}."
             ),
             Table(
-                ("invented studies where there is", *heads, "seeds added"),
+                ("invented studies with", *heads, "more seeds"),
                 worlds,
                 numeric=tuple(range(1, len(heads) + 2)),
                 caption="Where the tree ended in {{f:num_worlds}} invented studies of each kind, before anything ran, "
@@ -166,13 +166,17 @@ def _test(node: Node) -> str:
 
 def _design(bundle: Bundle) -> Section:
     plan = bundle.plan
+    columns = [
+        ("group size", "group", "trainer.group_size"),
+        ("tasks per update", "tasks", "trainer.tasks_per_update"),
+        ("updates", "updates", "training.updates"),
+        ("tasks seen", "tasks_seen", None),
+    ]
+    shown_columns = [(head, name) for head, name, path in columns if path != plan.factor.path]
     rows = tuple(
         (
             f"{{{{f:level/{arm.key}}}}}" + (" (reference)" if arm.is_reference else ""),
-            f"{{{{f:group/{arm.key}}}}}",
-            f"{{{{f:tasks/{arm.key}}}}}",
-            f"{{{{f:updates/{arm.key}}}}}",
-            f"{{{{f:tasks_seen/{arm.key}}}}}",
+            *(f"{{{{f:{name}/{arm.key}}}}}" for _, name in shown_columns),
             "{{f:episodes}}",
         )
         for arm in plan.arms
@@ -197,9 +201,9 @@ def _design(bundle: Bundle) -> Section:
     ]
     blocks: list[Block] = [
         Table(
-            (plan.factor.label, "group size", "tasks per update", "updates", "tasks seen", "episodes"),
+            (plan.factor.label, *(head for head, _ in shown_columns), "episodes"),
             rows,
-            numeric=(1, 2, 3, 4, 5),
+            numeric=tuple(range(1, len(shown_columns) + 2)),
         ),
         Table(("the same in every arm", ""), tuple(fixed), numeric=(1,)),
     ]
@@ -215,7 +219,8 @@ def _design(bundle: Bundle) -> Section:
         if path not in {"training.updates", "trainer.learning_rate"}
     )
     rules = tuple((f"rules.{name}", f"{{{{f:rule/{name}}}}}") for name in sorted(plan.controls.rules))
-    blocks.append(Table(("every other setting", "in every arm"), (*others, *rules), numeric=(1,)))
+    head = ("setting", "in every arm")
+    blocks.append(Table(head, (*others, *rules), numeric=(1,), summary="Every other setting"))
     return Section("design", "Design", tuple(blocks))
 
 

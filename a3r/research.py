@@ -1,0 +1,169 @@
+"""What the commands `a3r research`, `resume` and `verify` do. The command line parses and calls one of these."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from a3r import store
+from a3r.errors import A3RError, UsageError
+from a3r.executor import LocalExecutor, supervise
+from a3r.graph.driver import ENDED, Approval, drive
+from a3r.graph.state import GRAPH_VERSION, Deps
+from a3r.paths import Home
+from a3r.planner.builtin import builtin_catalogue
+from a3r.planner.design import Wishes, design
+from a3r.planner.offline import read
+from a3r.prereg.check import check
+from a3r.prereg.plan import Plan
+from a3r.progress import JsonReporter, PlainReporter, Reporter, reporter
+from a3r.report import bundle as bundles
+from a3r.report import write
+from a3r.report.slots import plain
+from a3r.verify import verify
+from a3r.workshop import VibeWorkshop
+from experiments_db.engine import Database, home_folder, open_database
+from experiments_db.models import StudyStatus
+
+PACKAGES = ("a3r", "torch", "transformers", "langgraph", "numpy", "scipy")
+
+
+def research(question: str, *, home: Path | None, wishes: Wishes, yes: bool, dry_run: bool, as_json: bool) -> int:
+    """Ask a question: plan it, run it, answer it. Returns the exit code."""
+    catalogue = builtin_catalogue()
+    reading = read(question, catalogue)
+    root = home_folder(home)
+    executor = LocalExecutor(Home(root).jobs, wishes.parallel if wishes.parallel > 0 else None)
+    wishes = Wishes(**{**asdict(wishes), "parallel": executor.slots})
+    told = reporter(as_json=as_json)
+    if dry_run:
+        plan = design(reading, wishes)
+        told.tell("scope", read_as=[list(pair) for pair in reading.read_as], assumed=list(reading.assumed))
+        told.tell("checked", plan=plan, checked=check(plan))
+        return 0
+    if not yes and (as_json or not sys.stdin.isatty()):
+        raise UsageError(
+            "the plan needs a yes, and nobody is here to give it: add --yes to run it, or --dry-run to see it"
+        )
+    with open_database(home=root) as database:
+        study = store.create_study(database, question, fingerprint(), GRAPH_VERSION)
+        paths = Home(root).study(study)
+        paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        supervise.write_whole(paths.request, {"question": question, "wishes": asdict(wishes)})
+        told.tell("study", id=study, home=str(root))
+        return _go(study, database, Home(root), executor, told, yes=yes)
+
+
+def resume(study: str, *, home: Path | None, jobs: int, yes: bool, as_json: bool) -> int:
+    """Go on with a study that was stopped or killed. Returns the exit code."""
+    root = home_folder(home)
+    with open_database(home=root) as database:
+        row = store.study(database, study)
+        executor = LocalExecutor(Home(root).jobs, jobs if jobs > 0 else None)
+        told = reporter(as_json=as_json)
+        return _go(row.id, database, Home(root), executor, told, yes=yes)
+
+
+def verify_study(study: str, *, home: Path | None, as_json: bool) -> int:
+    """Compute everything again. Returns 0 where all of it comes out as it is on record, else 1."""
+    root = home_folder(home)
+    with open_database(home=root) as database:
+        row = store.study(database, study)
+        results = verify(database, row.id, Home(root).study(row.id), title_of(database, row.id))
+    console, lines = Console(highlight=False), JsonReporter()
+    for result in results:
+        if as_json:
+            lines.emit("check", name=result.name, is_ok=result.is_ok, detail=result.detail)
+        else:
+            mark = "[green]✓[/]" if result.is_ok else "[red]✗[/]"
+            console.print(f"{mark} {result.name:<16}", end="")
+            console.print(result.detail, markup=False)
+    return 0 if all(result.is_ok for result in results) else 1
+
+
+def title_of(database: Database, study: str) -> str:
+    """The game's title, for people."""
+    plan = store.plan_of(database, study)
+    return next(game.title for game in builtin_catalogue().games if game.name == plan.template.name)
+
+
+def fingerprint() -> dict[str, str | dict[str, str]]:
+    """What a repeat needs to be the same: interpreter, machine, packages."""
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {"python": platform.python_version(), "machine": platform.platform(), "packages": versions}
+
+
+def _go(study: str, database: Database, home: Home, executor: LocalExecutor, told: Reporter, *, yes: bool) -> int:
+    deps = Deps(
+        database=database,
+        home=home,
+        executor=executor,
+        catalogue=builtin_catalogue(),
+        workshop=VibeWorkshop(),
+        python=sys.executable,
+        tell=told.tell,
+    )
+    if store.study(database, study).status in ENDED:
+        told.tell("ended", id=study)
+    # A polite kill is treated like Ctrl-C: the jobs are ended in order, and the study can go on.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        status = drive(study, deps, _approver(told, study, yes=yes))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        told.close()
+    if status is StudyStatus.ABANDONED:
+        raise A3RError(f"nothing was run: {store.study(database, study).status_reason}")
+    _say_answer(study, database, home, told)
+    return 0
+
+
+def _approver(told: Reporter, study: str, *, yes: bool) -> Callable[[Plan], Approval]:
+    def ask(plan: Plan) -> Approval:
+        if yes:
+            return Approval(True, "--yes")
+        if not isinstance(told, PlainReporter) or not sys.stdin.isatty():
+            raise A3RError(f"the plan {plan.sha256[:12]} waits for a yes: a3r resume {study} --yes")
+        answer = told.console.input("\nRun it? [y/N] ").strip().lower()
+        return Approval(answer in {"y", "yes"}, "user")
+
+    return ask
+
+
+def _say_answer(study: str, database: Database, home: Home, told: Reporter) -> None:
+    """The claims, and where the report is, last."""
+    bundle = bundles.load(database, study)
+    report = home.study(study).report
+    source = write.slots_of(bundle, title_of(database, study), check(bundle.plan))
+    answers = [claim for claim in bundle.claims if claim.form.value != "descriptive"]
+    if isinstance(told, JsonReporter):
+        told.emit(
+            "result",
+            study=study,
+            verdicts={arm: leaf.value for arm, leaf in write.verdicts(bundle)},
+            claims=[plain(claim.text_template, source) for claim in answers],
+            report_md=str(report / "report.md"),
+            report=str(report / "report.html"),
+        )
+    elif isinstance(told, PlainReporter):
+        console = told.console
+        console.print()
+        for claim in answers:
+            console.print(plain(claim.text_template, source), style="bold", markup=False)
+            for caveat in claim.caveats:
+                console.print(plain(caveat, source), style="dim", markup=False)
+        console.print(f"\nverify: a3r verify {study}", markup=False)
+        # Nothing may break the path's line: it is what scripts and people take away.
+        print(f"report: {report / 'report.md'}\nreport: {report / 'report.html'}", flush=True)
