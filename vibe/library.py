@@ -7,6 +7,7 @@ folder.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -180,11 +181,13 @@ def load(name: str) -> Template:
 
 
 def load_game(project: Path) -> Any:
-    """The `Game` class of a project's folder. It runs in this process, so only for code that is trusted: tests, tools."""
-    name = f"_game_{abs(hash(project.resolve())):x}"
+    """The `Game` class of a project's folder. It runs in this process, so only for code that is trusted: tests, tools.
+    """
+    folder = str(project.resolve())
+    name = f"_game_{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
     if name not in sys.modules:
         package = ModuleType(name)
-        package.__path__ = [str(project.resolve())]
+        package.__path__ = [folder]
         sys.modules[name] = package
     return importlib.import_module(f"{name}.env").Game
 
