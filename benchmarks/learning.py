@@ -4,7 +4,7 @@
 
 For each game and seed: held-out reward before and after, sampled and greedy, with 95% intervals over held-out games;
 over the seeds, the mean rise with its t-interval. Beside it what random legal play and the template's script earn, and
-two controls: the same training with every reward given to a random episode of its update, and the same number of updates
+two controls: the same training with every reward given to a random episode of its update, and as many updates
 of cloning the data that the start weights were made of. Every training is a project's own train.py with its own server.
 """
 

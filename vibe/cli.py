@@ -122,13 +122,18 @@ def templates(as_json: Json = False) -> None:
 def main() -> int:
     """Run the command; returns its exit code. An error of ours is a message, never a traceback."""
     from experiments_db.errors import ExperimentsDbError
-    from vibe.errors import VibeError
+    from vibe.errors import INTERRUPTED, VibeError
 
     try:
         app(prog_name="vibe")
     except (VibeError, ExperimentsDbError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
+    except OSError as error:
+        print(f"error: {error}; make room or choose another place, then run the same command again", file=sys.stderr)
+        return 1
     except SystemExit as done:
+        if done.code == INTERRUPTED:  # Ctrl-C before or after the training; during it there is a StoppedError
+            print("stopped; nothing was running", file=sys.stderr)
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     return 0

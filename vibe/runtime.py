@@ -200,7 +200,8 @@ class Run:
 
     def _note_warm_up(self, name: str, card: warmup.Card) -> None:
         if not self.record.find("warmup", name=name):
-            self.record.emit("warmup", name=name, text=card.in_words(), card=json.loads(card.to_json()))
+            text = f"start weights {name}: {card.in_words()}"
+            self.record.emit("warmup", name=name, text=text, card=json.loads(card.to_json()))
 
     @contextlib.asynccontextmanager
     async def games(self, rollout: Rollout) -> AsyncIterator[EnvHost]:

@@ -1,0 +1,152 @@
+"""The command: what it prints, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sqlmodel import func, select
+
+from experiments_db.engine import open_database
+from experiments_db.models import EpisodeRow, EvalItem, Experiment, Job, JobState, MetricPoint
+
+SENTENCE = "Play tic-tac-toe against a random opponent"
+TINY = ["--set", "trainer.group_size=2", "--set", "trainer.tasks_per_update=2", "--eval-games", "4"]
+
+
+def start(home: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "vibe", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"A3R_HOME": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+    )  # fmt: skip
+
+
+def vibe(home: Path, *words: str) -> tuple[int, str, str]:
+    process = start(home, *words)
+    out, said = process.communicate(timeout=180)
+    return process.returncode, out, said
+
+
+def rows(home: Path, table: Any) -> list[Any]:
+    with open_database(home=home) as database, database.read() as session:
+        return list(session.exec(select(table)).all())
+
+
+def test_new_writes_a_project_and_says_what_became_of_the_words(tmp_path: Path) -> None:
+    code, out, said = vibe(tmp_path, "new", "Nim with 21 stones and 5 referees", "--out", str(tmp_path / "nim"))
+    assert code == 0, said
+    assert "stones = 21" in out
+    assert "5 referees" in out
+    assert "not used" in out
+    assert json.loads((tmp_path / "nim" / "spec.json").read_text(encoding="utf-8"))["rules"]["stones"] == 21
+
+
+def test_new_with_json_prints_the_spec_and_the_project(tmp_path: Path) -> None:
+    code, out, said = vibe(tmp_path, "new", SENTENCE, "--json")
+    assert code == 0, said
+    spec, project = map(json.loads, out.splitlines())
+    assert spec["event"] == "spec"
+    assert spec["template"] == "tictactoe"
+    assert (Path(project["path"]) / "train.py").is_file()
+    assert Path(project["path"]).is_relative_to(tmp_path)
+
+
+def test_templates_lists_every_game_with_its_rules(tmp_path: Path) -> None:
+    code, out, _ = vibe(tmp_path, "templates", "--json")
+    assert code == 0
+    found = {event["name"]: event["rules"] for event in map(json.loads, out.splitlines())}
+    assert found.keys() == {"gridwalk", "nim", "spy", "tictactoe"}
+    assert found["spy"]["players"] == {
+        "default": 4, "low": 3, "high": 8, "meaning": "this many play, one of them is the spy",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", ""], "says nothing"),
+        (["train", "poker with six players"], "names poker"),
+        (["new", "the of and"], "describe one of them"),
+        (["train", SENTENCE, "--set", "trainer.group_sise=4"], "group_size"),
+        (["train", SENTENCE, "--set", "trainer.group_size"], "PATH=VALUE"),
+        (["train", SENTENCE, "--swarm", "http://127.0.0.1:9"], "--token-file go together"),
+        (["train", SENTENCE, "--brain", "oracle"], "offline"),
+        (["train", SENTENCE, "--updates", "-3"], "greater than or equal to 0"),
+        (["play", SENTENCE], "play"),
+    ],
+)
+def test_bad_input_is_refused_in_words(words: list[str], said: str, tmp_path: Path) -> None:
+    code, _, error = vibe(tmp_path, *words)
+    assert code == 2
+    assert said in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_train_ends_with_its_result_and_rows_for_everything(tmp_path: Path) -> None:
+    code, out, said = vibe(tmp_path, "train", SENTENCE, "--updates", "2", *TINY, "--json")
+    assert code == 0, said
+    events = [json.loads(line) for line in out.splitlines()]
+    result = events[-1]
+    assert result["event"] == "result"
+    assert [event["event"] for event in events].count("result") == 1
+    assert Path(result["curve"]).read_bytes().startswith(b"\x89PNG")
+    assert {(event["label"], event["temperature"]) for event in result["evaluations"]} == {
+        ("before", 1), ("before", 0), ("after", 1), ("after", 0),
+    }  # fmt: skip
+    (experiment,) = rows(tmp_path, Experiment)
+    assert experiment.id == result["run"]
+    (job,) = rows(tmp_path, Job)
+    assert (job.state, job.exit_code) == (JobState.SUCCEEDED, 0)
+    rewards = {point.step: point.value for point in rows(tmp_path, MetricPoint) if point.name == "reward_mean"}
+    assert rewards == {event["step"]: event["metrics"]["reward_mean"] for event in events if event["event"] == "step"}
+    with open_database(home=tmp_path) as database, database.read() as session:
+        assert session.exec(select(func.count()).select_from(EvalItem)).one() == 4 * 4
+        assert session.exec(select(func.count()).select_from(EpisodeRow)).one() >= 2 * 4 + 4 * 4
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_tables_games_and_where_everything_is(tmp_path: Path) -> None:
+    code, out, said = vibe(tmp_path, "train", SENTENCE, "--updates", "1", *TINY)
+    assert code == 0, said
+    for shown in ("it means", "held-out game 3", "temperature 1", "random legal play", "curve.png", "project"):
+        assert shown in out
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
+    words = ["train", SENTENCE, "--updates", "3", *TINY, "--json"]
+    process = start(tmp_path, *words)
+    assert process.stdout
+    for line in process.stdout:
+        if json.loads(line)["event"] == "step":
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 4, "train.py, the swarm's front, its worker and the game's process"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    run_dir = said.split("--run-dir ")[1].split(" goes on")[0]
+    (job,) = rows(tmp_path, Job)
+    assert job.state is JobState.CANCELLED
+
+    code, out, said = vibe(tmp_path, *words, "--run-dir", run_dir)
+    assert code == 0, said
+    assert json.loads(out.splitlines()[-1])["event"] == "result"
+    assert [job.state for job in rows(tmp_path, Job)] == [JobState.CANCELLED, JobState.SUCCEEDED]
+    assert len(rows(tmp_path, Experiment)) == 1
+    steps = [point.step for point in rows(tmp_path, MetricPoint) if point.name == "reward_mean"]
+    assert sorted(steps) == [1, 2, 3]
+
+    code, _, said = vibe(tmp_path, *words, "--run-dir", run_dir)
+    assert code == 2
+    assert "finished" in said
