@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from sqlalchemy import Select, func
 from sqlalchemy import select as sa_select
 from sqlmodel import Session, col, select
 
+from experiments_db.columns import canonical_json
 from experiments_db.derive import CHECKPOINT, number_of
 from experiments_db.errors import NotFoundError
 from experiments_db.intervals import Interval, t_interval
@@ -218,6 +219,7 @@ class ArmSummary:
     """The runs of one arm together; the unit is the run."""
 
     arm: str
+    """Its label; see `by_arm`."""
     template: str
     num_runs: int
     num_failed: int
@@ -381,27 +383,45 @@ def compare_runs(session: Session, ids: Sequence[str]) -> Comparison:
         NotFoundError: one of the runs does not exist.
     """
     runs = _all_of(session, ids)
-    settings = [
-        _settings(session.get_one(Blueprint, session.get_one(Experiment, run.id).blueprint_id))
-        | {"template": run.template, "seed": run.seed}
-        for run in runs
-    ]
+    by_run = _settings_of(session, runs)
+    settings = [by_run[run.id] | {"template": run.template, "seed": run.seed} for run in runs]
     names = sorted({name for one in settings for name in one})
     rows = {name: tuple(one.get(name) for one in settings) for name in names}
     differing = {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
-    arms: dict[tuple[str, str], list[RunSummary]] = defaultdict(list)
+    arms = tuple(_arm(label, own) for label, own in by_arm(session, runs).items())
+    return Comparison(tuple(runs), differing, arms)
+
+
+def by_arm(session: Session, runs: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
+    """Runs that differ in nothing but seeds, by a label that no two of these groups share, in order of labels.
+
+    Runs of other games or settings are never put together, whatever their arms are called.
+    """
+    settings = _settings_of(session, runs)
+    alike: dict[tuple[str, str, str], list[RunSummary]] = defaultdict(list)
     for run in runs:
-        arms[run.template, run.arm].append(run)
-    return Comparison(tuple(runs), differing, tuple(_arm(arm, template, own) for (template, arm), own in arms.items()))
+        name = "" if run.stage_kind is StageKind.SINGLE else run.arm
+        alike[run.template, name, canonical_json(settings[run.id])].append(run)
+    several_games = len({template for template, _, _ in alike}) > 1
+    names = Counter((template, name) for template, name, _ in alike)
+    found: dict[str, list[RunSummary]] = {}
+    for (template, name, _), own in alike.items():
+        label = name or f"run {own[0].short_id}"
+        if name and names[template, name] > 1:
+            label = f"{label} (study {own[0].study_id[-SHORT:]})"
+        if several_games:
+            label = f"{template}, {label}"
+        found[label if label not in found else f"{label} (run {own[0].short_id} …)"] = own
+    return dict(sorted(found.items(), key=lambda pair: natural(pair[0])))
 
 
-def _arm(arm: str, template: str, runs: Sequence[RunSummary]) -> ArmSummary:
+def _arm(label: str, runs: Sequence[RunSummary]) -> ArmSummary:
     whole = [run for run in runs if run.status not in FAILED]
     before = {run.id: run.before.reward.mean for run in whole if run.before and run.before.reward}
     after = {run.id: run.after.reward.mean for run in whole if run.after and run.after.reward}
     return ArmSummary(
-        arm=arm,
-        template=template,
+        arm=label,
+        template=runs[0].template,
         num_runs=len(runs),
         num_failed=len(runs) - len(whole),
         before=t_interval(list(before.values())),
@@ -480,7 +500,8 @@ def evaluations(
     axis: Axis = Axis.STEP,
 ) -> list[Evaluation]:
     """Every measurement of a run, by split, temperature and step. Those of the same weights are pooled."""
-    return _evaluations(session, [experiment_id], split=split, temperature=temperature, axis=axis)[experiment_id]
+    pools = _pools(session, [experiment_id], split=split, temperature=temperature)
+    return list(_measured(session, pools, axis).values())
 
 
 def held_out_curve(
@@ -497,8 +518,8 @@ def held_out_curve(
         split: None takes the one that was measured most often.
         temperature: None takes 1 where it was measured, else the highest.
     """
-    every = evaluations(session, experiment_id, split=split, temperature=temperature, axis=axis)
-    return _main_line(every)
+    pools = _pools(session, [experiment_id], split=split, temperature=temperature)
+    return list(_measured(session, {pool: pools[pool] for pool in _main_line(list(pools))}, axis).values())
 
 
 class _Places:
@@ -572,6 +593,16 @@ def _all_of(session: Session, ids: Sequence[str]) -> list[RunSummary]:
     return [found[one] for one in ids]
 
 
+def _settings_of(session: Session, runs: Sequence[RunSummary]) -> dict[str, dict[str, Any]]:
+    """The settings of each run, by its id."""
+    rows = session.exec(
+        select(Experiment.id, Blueprint)
+        .join(Blueprint, col(Blueprint.id) == col(Experiment.blueprint_id))
+        .where(col(Experiment.id).in_([run.id for run in runs]))
+    ).all()
+    return {experiment_id: _settings(blueprint) for experiment_id, blueprint in rows}
+
+
 def _settings(blueprint: Blueprint) -> dict[str, Any]:
     """Controls and params by dotted path, nested objects opened."""
 
@@ -579,7 +610,7 @@ def _settings(blueprint: Blueprint) -> dict[str, Any]:
         if isinstance(value, dict) and value:
             for name, inner in value.items():
                 yield from opened(f"{prefix}.{name}" if prefix else str(name), inner)
-        else:
+        elif prefix:
             yield prefix, value
 
     return dict(sorted({**dict(opened("", blueprint.controls)), **dict(opened("", blueprint.params))}.items()))
@@ -621,48 +652,58 @@ def _causes(session: Session, ids: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _evaluations(
-    session: Session,
-    ids: Sequence[str],
-    *,
-    split: str | None = None,
-    temperature: float | None = None,
-    axis: Axis = Axis.STEP,
-) -> dict[str, list[Evaluation]]:
-    """Every measurement, by run, in order of split, temperature and step."""
+class _Pool(NamedTuple):
+    """Measurements that count as one: of the same weights, on the same split, at the same temperature."""
+
+    experiment_id: str
+    split: str
+    temperature: float
+    step: int
+
+
+def _pools(
+    session: Session, ids: Sequence[str], *, split: str | None = None, temperature: float | None = None
+) -> dict[_Pool, list[EvalRun]]:
+    """Every measurement of these runs, in order of the pools."""
     query = select(EvalRun).where(col(EvalRun.experiment_id).in_(ids)).order_by(col(EvalRun.id))
     if split is not None:
         query = query.where(EvalRun.split_name == split)
     if temperature is not None:
         query = query.where(EvalRun.temperature == temperature)
-    pooled: dict[tuple[str, str, float, int], list[EvalRun]] = defaultdict(list)
+    found: dict[_Pool, list[EvalRun]] = defaultdict(list)
     for row in session.exec(query).all():
-        pooled[row.experiment_id, row.split_name, row.temperature, row.step].append(row)
-    scores = _scores(session, [row.id for rows in pooled.values() for row in rows])
+        found[_Pool(row.experiment_id, row.split_name, row.temperature, row.step)].append(row)
+    return {pool: found[pool] for pool in sorted(found)}
+
+
+def _measured(
+    session: Session, pools: Mapping[_Pool, Sequence[EvalRun]], axis: Axis = Axis.STEP
+) -> dict[_Pool, Evaluation]:
+    """What these measurements come to."""
+    scores = _scores(session, [row.id for rows in pools.values() for row in rows])
+    ids = sorted({pool.experiment_id for pool in pools})
     places = {one: _Places(session, one, axis) for one in ids}
     starts = _first_events(session, ids) if axis is Axis.WALL_S else {}
-    found: dict[str, list[Evaluation]] = {one: [] for one in ids}
-    for (experiment_id, its_split, its_temperature, step), rows in sorted(pooled.items()):
+    found: dict[_Pool, Evaluation] = {}
+    for pool, rows in pools.items():
         totals: defaultdict[str, float] = defaultdict(float)
         counts: Counter[str] = Counter()
         for row in rows:
             for item_id, total, count in scores[row.id]:
                 totals[item_id] += total
                 counts[item_id] += count
-        began = starts.get(experiment_id, rows[0].started_at)
-        found[experiment_id].append(
-            Evaluation(
-                step=step,
-                x=places[experiment_id].of(step, (rows[0].started_at - began).total_seconds()),
-                split=its_split,
-                temperature=its_temperature,
-                label="+".join(row.label for row in rows if row.label),
-                reward=t_interval([totals[item_id] / count for item_id, count in counts.items()]),
-                num_attempted=sum(row.n_attempted for row in rows),
-                num_valid=sum(row.n_valid for row in rows),
-                num_policy_faults=sum(row.n_policy_fault for row in rows),
-                num_env_faults=sum(row.n_env_fault for row in rows),
-            )
+        began = starts.get(pool.experiment_id, rows[0].started_at)
+        found[pool] = Evaluation(
+            step=pool.step,
+            x=places[pool.experiment_id].of(pool.step, (rows[0].started_at - began).total_seconds()),
+            split=pool.split,
+            temperature=pool.temperature,
+            label="+".join(row.label for row in rows if row.label),
+            reward=t_interval([totals[item_id] / count for item_id, count in counts.items()]),
+            num_attempted=sum(row.n_attempted for row in rows),
+            num_valid=sum(row.n_valid for row in rows),
+            num_policy_faults=sum(row.n_policy_fault for row in rows),
+            num_env_faults=sum(row.n_env_fault for row in rows),
         )
     return found
 
@@ -690,19 +731,22 @@ def _first_events(session: Session, ids: Sequence[str]) -> dict[str, datetime]:
     )
 
 
-def _main_line(every: Sequence[Evaluation]) -> list[Evaluation]:
+def _main_line(pools: Sequence[_Pool]) -> list[_Pool]:
     """Those on the split that was measured most often, at temperature 1 where it was measured, else at the highest."""
-    if not every:
+    if not pools:
         return []
-    split = Counter(one.split for one in every).most_common(1)[0][0]
-    temperatures = {one.temperature for one in every if one.split == split}
+    split = Counter(pool.split for pool in pools).most_common(1)[0][0]
+    temperatures = {pool.temperature for pool in pools if pool.split == split}
     temperature = 1.0 if 1.0 in temperatures else max(temperatures)
-    return [one for one in every if one.split == split and one.temperature == temperature]
+    return [pool for pool in pools if pool.split == split and pool.temperature == temperature]
 
 
 def _first_and_last(session: Session, ids: Sequence[str]) -> dict[str, tuple[Evaluation | None, Evaluation | None]]:
-    ends: dict[str, tuple[Evaluation | None, Evaluation | None]] = {}
-    for one, every in _evaluations(session, ids).items():
-        line = _main_line(every)
-        ends[one] = (line[0] if line else None, line[-1] if len(line) > 1 else None)
-    return ends
+    """Before and after, by run."""
+    pools = _pools(session, ids)
+    by_run: dict[str, list[_Pool]] = defaultdict(list)
+    for pool in pools:
+        by_run[pool.experiment_id].append(pool)
+    lines = {one: _main_line(own) for one, own in by_run.items()}
+    measured = _measured(session, {pool: pools[pool] for line in lines.values() for pool in (line[0], line[-1])})
+    return {one: (measured[line[0]], measured[line[-1]] if len(line) > 1 else None) for one, line in lines.items()}

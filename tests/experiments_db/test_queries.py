@@ -388,7 +388,7 @@ def test_a_comparison_says_what_differs_and_counts_failed_runs(database: Databas
     with database.read() as session:
         comparison = compare_runs(session, study.runs)
     assert comparison.differing == {"trainer.group_size": (16, 16, 8, 8), "seed": (1, 0, 1, 0)}
-    sixteen, eight = comparison.arms
+    eight, sixteen = comparison.arms
     assert (sixteen.arm, sixteen.num_runs, sixteen.num_failed) == ("group_size=16", 2, 1)
     assert sixteen.rise == Interval(0.25, None, None, 1)
     assert (eight.arm, eight.num_runs, eight.num_failed) == ("group_size=8", 2, 0)
