@@ -65,6 +65,15 @@ class Brain(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Fact:
+    """Something a sentence asks for that is so under every rule of the game."""
+
+    sentence: int
+    text: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """A value for one rule, as a sentence gives it."""
 
@@ -85,13 +94,13 @@ class OfflineBrain:
             )
         sentences = split_sentences(description)
         template = choose(sentences)
-        readings, unread = read_rules(sentences, template)
+        readings, facts, unread = read_rules(sentences, template)
         accepted, refused = settle(template, readings)
         rules = template.rules(**{reading.knob.name: reading.value for reading in accepted})
         return GameSpec(
             title=template.title,
             source_sentences=sentences,
-            requirements=_number_them(_requirements(sentences, template, accepted)),
+            requirements=_number_them(_requirements(sentences, template, facts, accepted)),
             template=template.name,
             template_version=template.version,
             rules=rules,
@@ -116,8 +125,8 @@ def split_sentences(description: str) -> tuple[str, ...]:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lower case, hyphens opened and the plural's s taken off."""
-    return [singular(word) for word in re.findall(r"[^\W_]+(?:['’][^\W_]+)*", text.lower())]
+    """The words of a text in lower case, hyphens opened, apostrophes and the plural's s taken off."""
+    return [singular(word) for word in re.findall(r"[^\W_]+", re.sub("['’]", "", text.lower()))]
 
 
 def singular(word: str) -> str:
@@ -125,17 +134,19 @@ def singular(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 
-def places(phrase: Sequence[str], words: Sequence[str]) -> list[int]:
-    """Where a phrase stands in a list of words."""
-    return [
-        start for start in range(len(words) - len(phrase) + 1) if list(words[start : start + len(phrase)]) == [*phrase]
-    ]
+def spans(phrase: str, words: Sequence[str]) -> list[tuple[int, int]]:
+    """Where a phrase stands in a list of words: first word and one past the last. A `*` in it is up to four words."""
+    parts = [part if part == "*" else " ".join(words_of(part)) for part in phrase.split()]
+    pattern = " ".join(map(re.escape, parts)).replace(r"\* ", r"(?:\S+ ){0,4}")
+    text = " ".join(words)
+    found = re.finditer(rf"(?<!\S){pattern}(?!\S)", text)
+    return [(text.count(" ", 0, match.start()), text.count(" ", 0, match.end()) + 1) for match in found]
 
 
 def hits(text: str, keywords: Mapping[str, float]) -> dict[str, float]:
     """The phrases of a text that speak for a game, each once with its weight."""
     words = words_of(text)
-    return {phrase: weight for phrase, weight in _normalised(keywords).items() if places(phrase.split(), words)}
+    return {phrase: weight for phrase, weight in _normalised(keywords).items() if spans(phrase, words)}
 
 
 def _normalised(keywords: Mapping[str, float]) -> dict[str, float]:
@@ -158,7 +169,7 @@ def choose(sentences: Sequence[str]) -> Template:
     scores = {template.name: sum(hits(text, template.keywords).values()) for template in templates}
     ranked = sorted(templates, key=lambda template: (-scores[template.name], -_likeness(text, template), template.name))
     best, second = ranked[0], ranked[1]
-    others = [name for name in OTHER_GAMES.split(", ") if places(words_of(name), words_of(text))]
+    others = [name for name in OTHER_GAMES.split(", ") if spans(name, words_of(text))]
     lead = scores[best.name] - scores[second.name]
     if scores[best.name] >= MIN_SCORE and lead >= MIN_LEAD and not others:
         return best
@@ -188,39 +199,46 @@ def what_can_be_described(templates: Sequence[Template]) -> str:
     return "\n".join(["The offline brain knows these games; describe one of them, for example:", *lines])
 
 
-def read_rules(sentences: Sequence[str], template: Template) -> tuple[list[Reading], list[Unused]]:
-    """Every rule that the sentences state, and every number that states none."""
+def read_rules(sentences: Sequence[str], template: Template) -> tuple[list[Reading], list[Fact], list[Unused]]:
+    """Every rule that the sentences state, every number that is so anyway, and every number that is neither."""
     readings: list[Reading] = []
+    facts: list[Fact] = []
     unread: list[Unused] = []
     for index, sentence in enumerate(sentences):
         for number in numbers.find(sentence):
             match _read_number(index, sentence, number, template):
                 case Reading() as reading:
                     readings.append(reading)
+                case Fact() as fact:
+                    facts.append(fact)
                 case Unused() as note:
                     unread.append(note)
                 case None:
                     pass
         readings += _read_choices(index, sentence, template)
-    return readings, unread
+    return readings, facts, unread
 
 
-def _read_number(index: int, sentence: str, number: Number, template: Template) -> Reading | Unused | None:
+def _read_number(index: int, sentence: str, number: Number, template: Template) -> Reading | Fact | Unused | None:
     """What one number of a sentence sets; None for a `one` that counts nothing (`one of them`)."""
     after, before = numbers.words_after(sentence, number.end), numbers.words_before(sentence, number.start)
+    text = _with_noun(sentence, number, after)
+    noun = after[0] if text != number.text else None
+    always = {singular(name): (name, count) for name, count in template.always.items()}
+    if noun and singular(noun) in always:
+        name, count = always[singular(noun)]
+        if number.values == (count,):
+            return Fact(index, text, f"{name} = {count}, as always in this game")
+        return Unused(sentence=index, text=text, reason=f"{template.name} always has {name} = {count}")
     knob = _knob_of_size(template) if number.is_size else _knob_beside(template, before, after)
-    counted = next((word for word in after[:1] if singular(word) not in FUNCTION_WORDS), None)
     if knob is None:
         if number.values == (1,) and number.text.isalpha():
             return None
-        text = _with_noun(sentence, number, after)
-        what = f"counts {counted}" if counted else "takes this number"
+        what = f"counts {noun}" if noun else "takes this number"
         return Unused(sentence=index, text=text, reason=f"no rule of {template.name} {what}")
-    text = _with_noun(sentence, number, after)
     value = _one_value(number)
     if value is None:
-        reason = f"{knob.name} takes one whole number of {knob.unit}"
-        return Unused(sentence=index, text=text, reason=reason)
+        return Unused(sentence=index, text=text, reason=f"{knob.name} takes one whole number of {knob.unit}")
     if problem := knob.problem(value):
         return Unused(sentence=index, text=text, reason=problem)
     return Reading(index, text, knob, value)
@@ -249,17 +267,17 @@ def _knob_beside(template: Template, before: Sequence[str], after: Sequence[str]
     The word before wins over an equally near one after it: of `up to 3 coins` the 3 is what may be taken.
     """
     counted = [singular(word) for word in itertools.takewhile(lambda word: word not in FUNCTION_WORDS, after)]
-    own = {word for knob in template.knobs for phrase in knob.words for word in words_of(phrase)}
+    numeric = [knob for knob in template.knobs if knob.kind is KnobKind.INT]
+    own = {word for knob in numeric for phrase in knob.words for word in words_of(phrase)}
     if counted and counted[0] in _counted_elsewhere() - own:
         return None
     after, before = [singular(word) for word in after], [singular(word) for word in before]
     best: tuple[float, Knob] | None = None
-    for knob in template.knobs:
-        if knob.kind is KnobKind.INT:
-            for phrase in (words_of(words) for words in knob.words):
-                nearness = max(_nearness_before(phrase, before), _nearness_after(phrase, after))
-                if nearness > 0 and (best is None or nearness > best[0]):
-                    best = (nearness, knob)
+    for knob in numeric:
+        for phrase in knob.words:
+            nearness = max(_nearness_before(phrase, before), _nearness_after(phrase, after))
+            if nearness > 0 and (best is None or nearness > best[0]):
+                best = (nearness, knob)
     return best[1] if best else None
 
 
@@ -275,18 +293,18 @@ def _counted_elsewhere() -> frozenset[str]:
     return COUNTED_ELSEWHERE | words
 
 
-def _nearness_after(phrase: Sequence[str], after: Sequence[str]) -> float:
+def _nearness_after(phrase: str, after: Sequence[str]) -> float:
     """1 for a phrase right after a number, less behind adjectives, 0 behind a function word or nowhere."""
-    for start in places(phrase, after):
+    for start, _ in spans(phrase, after):
         if not FUNCTION_WORDS.intersection(after[:start]):
             return 1 / (1 + start)
     return 0.0
 
 
-def _nearness_before(phrase: Sequence[str], before: Sequence[str]) -> float:
+def _nearness_before(phrase: str, before: Sequence[str]) -> float:
     """Just over 1 for a phrase right before a number, less where linking words stand between, else 0."""
-    for start in reversed(places(phrase, before)):
-        between = before[start + len(phrase) :]
+    for _, end in reversed(spans(phrase, before)):
+        between = before[end:]
         if LINKS.issuperset(between):
             return 1.1 / (1 + len(between))
     return 0.0
@@ -306,31 +324,28 @@ def _read_choices(index: int, sentence: str, template: Template) -> Iterator[Rea
     for knob in template.knobs:
         if knob.choices is None:
             continue
-        pointers = [place for phrase in knob.words for place in places(words_of(phrase), words)]
+        pointers = [start for phrase in knob.words for start, _ in spans(phrase, words)]
         best: tuple[int, int, str, str] | None = None
         for value, phrases in knob.choices.items():
             for phrase in phrases:
-                wanted = words_of(phrase)
-                for start in places(wanted, words):
-                    reach = min((_gap(pointer, start, len(wanted)) for pointer in pointers), default=MAX_REACH + 1)
-                    candidate = (reach, -len(wanted), value, phrase)
+                for start, end in spans(phrase, words):
+                    reach = min((_gap(pointer, start, end) for pointer in pointers), default=MAX_REACH + 1)
+                    candidate = (reach, start - end, value, phrase)
                     if reach <= MAX_REACH and (best is None or candidate < best):
                         best = candidate
         if best:
             yield Reading(index, _verbatim(sentence, best[3]), knob, best[2])
 
 
-def _gap(pointer: int, start: int, length: int) -> int:
+def _gap(pointer: int, start: int, end: int) -> int:
     """Words between a pointing word and a phrase; 0 where it is inside or beside it."""
-    if pointer < start:
-        return start - pointer - 1
-    return max(0, pointer - start - length)
+    return max(0, start - pointer - 1, pointer - end)
 
 
 def _verbatim(sentence: str, phrase: str) -> str:
     """A phrase as it stands in the sentence."""
-    pattern = r"[\W_]+".join(rf"{re.escape(word)}(?:s|es)?" for word in words_of(phrase))
-    found = re.search(rf"(?<![^\W_]){pattern}", sentence, re.IGNORECASE)
+    parts = [r"[\W_]+".join(rf"{re.escape(word)}(?:s|es)?" for word in words_of(part)) for part in phrase.split("*")]
+    found = re.search(rf"(?<![^\W_]){'.*?'.join(parts)}", sentence, re.IGNORECASE)
     return found[0] if found else sentence
 
 
@@ -367,12 +382,15 @@ def settle(template: Template, readings: Sequence[Reading]) -> tuple[list[Readin
 
 
 def _requirements(
-    sentences: Sequence[str], template: Template, accepted: Sequence[Reading]
+    sentences: Sequence[str], template: Template, facts: Sequence[Fact], accepted: Sequence[Reading]
 ) -> Iterator[tuple[int, RequirementKind, str, str, tuple[str, ...]]]:
     """What each sentence asks for and gets: sentence, kind, words, meaning, rules."""
     for index, sentence in enumerate(sentences):
         if said := hits(sentence, template.keywords):
             yield index, RequirementKind.GAME, sentence, f"the game is {template.title} ({', '.join(said)})", ()
+        for fact in facts:
+            if fact.sentence == index:
+                yield index, RequirementKind.GAME, fact.text, fact.meaning, ()
         for reading in accepted:
             if reading.sentence == index:
                 knob = reading.knob

@@ -78,6 +78,8 @@ class Template:
     knobs: tuple[Knob, ...]
     keywords: Mapping[str, float]
     """Phrases in lower case that speak for this game, and how strongly."""
+    always: Mapping[str, int]
+    """Nouns in the plural, with how many there are under every rule."""
     otherwise: Mapping[str, str]
     """Patterns for what people may ask of this game and it does otherwise, with what it does."""
     examples: tuple[str, ...]
@@ -173,6 +175,7 @@ def load(name: str) -> Template:
         package=package,
         knobs=tuple(_knob(knob, about.KNOBS[knob]) for knob in about.KNOBS),
         keywords=dict(about.KEYWORDS),
+        always=dict(about.ALWAYS),
         otherwise=dict(about.OTHERWISE),
         examples=tuple(about.EXAMPLES),
         start_weights=about.START_WEIGHTS,
@@ -181,8 +184,7 @@ def load(name: str) -> Template:
 
 
 def load_game(project: Path) -> Any:
-    """The `Game` class of a project's folder. It runs in this process, so only for code that is trusted: tests, tools.
-    """
+    """The `Game` class of a project's folder. It runs in this process, so only for trusted code: tests, tools."""
     folder = str(project.resolve())
     name = f"_game_{hashlib.sha256(folder.encode()).hexdigest()[:16]}"
     if name not in sys.modules:

@@ -70,9 +70,16 @@ KEYWORDS = {
     "direction": 1.0,
     "map": 1.0,
     "flag": 0.5,
+    "treasure": 1.5,
+    "traps": 2.0,
+    "steps": 0.5,
+    "path": 0.5,
     "avoid": 0.5,
 }
 """Phrases in lower case that speak for this game, and how strongly."""
+
+ALWAYS = {"robots": 1, "walkers": 1, "agents": 1, "goals": 1, "exits": 1}
+"""What the game has this many of under every rule."""
 
 OTHERWISE = {
     r"slip(?:s|pery|ping)?|slid(?:e|es|ing)": "here a step goes where it is told",

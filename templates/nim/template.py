@@ -71,8 +71,24 @@ KNOBS: dict[str, dict[str, Any]] = {
         "default": "random",
         "choices": {
             "random": ["coin toss", "random start", "toss a coin", "either"],
-            "policy": ["goes first", "moves first", "starts", "go first", "move first", "begins"],
-            "opponent": ["goes second", "moves second", "go second", "move second", "opponent starts"],
+            "policy": [
+                "goes first",
+                "moves first",
+                "go first",
+                "move first",
+                "we start",
+                "agent starts",
+                "model starts",
+                "player starts",
+            ],
+            "opponent": [
+                "goes second",
+                "moves second",
+                "go second",
+                "move second",
+                "opponent * starts",
+                "opponent * first",
+            ],
         },
         "unit": "",
         "meaning": "who takes first",
@@ -85,12 +101,17 @@ KEYWORDS = {
     "last stone": 3.0,
     "last coin": 3.0,
     "last one": 2.0,
+    "last match": 3.0,
+    "last matchstick": 3.0,
     "final coin": 3.0,
     "heap": 2.0,
     "pile": 2.0,
     "stones": 2.0,
     "matchsticks": 2.5,
     "coins": 1.5,
+    "matches": 1.0,
+    "pebbles": 2.0,
+    "sticks": 1.5,
     "take": 0.5,
     "removing": 1.0,
     "remove": 1.0,
@@ -98,9 +119,11 @@ KEYWORDS = {
 }
 """Phrases in lower case that speak for this game, and how strongly."""
 
+ALWAYS = {"players": 2, "heaps": 1, "piles": 1}
+"""What the game has this many of under every rule."""
+
 OTHERWISE = {
     r"last (?:\w+ )?loses|loses? .*\blast\b|mis[eè]re": "here whoever takes the last stone wins",
-    r"(?:heaps|piles)": "here there is one heap",
 }
 """Patterns for what people may ask of this game and it does otherwise, with what it does."""
 

@@ -9,7 +9,7 @@ NAME = "spy"
 VERSION = "1"
 TITLE = "Who is the spy"
 START_WEIGHTS = "nano-spy"
-WARM_UP_SHARE = 0.5
+WARM_UP_SHARE = 0.4
 """Share of scripted play in the games that start weights are cloned from; the rest is random legal play."""
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -46,6 +46,7 @@ KNOBS: dict[str, dict[str, Any]] = {
 
 KEYWORDS = {
     "who is the spy": 5.0,
+    "who's the spy": 5.0,
     "spy": 3.0,
     "undercover": 3.0,
     "impostor": 3.0,
@@ -54,6 +55,8 @@ KEYWORDS = {
     "civilians": 2.0,
     "secret word": 2.5,
     "similar word": 2.5,
+    "different word": 2.5,
+    "social deduction": 2.0,
     "other word": 1.5,
     "clue": 1.5,
     "hints": 1.0,
@@ -65,8 +68,10 @@ KEYWORDS = {
 }
 """Phrases in lower case that speak for this game, and how strongly."""
 
+ALWAYS = {"spies": 1, "impostors": 1, "undercovers": 1}
+"""What the game has this many of under every rule."""
+
 OTHERWISE = {
-    r"spies|impostors|undercovers": "here one player is the spy",
     r"spy (?:knows|is told)": "here nobody is told who has the other word",
     r"eliminated players?|until (?:one|two|only) .*\b(?:left|remain)": "here the game ends with the vote",
 }

@@ -47,8 +47,24 @@ KNOBS: dict[str, dict[str, Any]] = {
         "default": "random",
         "choices": {
             "random": ["coin toss", "random start", "toss a coin", "either"],
-            "policy": ["goes first", "moves first", "starts", "go first", "move first", "begins"],
-            "opponent": ["goes second", "moves second", "go second", "move second", "opponent starts"],
+            "policy": [
+                "goes first",
+                "moves first",
+                "go first",
+                "move first",
+                "we start",
+                "agent starts",
+                "model starts",
+                "player starts",
+            ],
+            "opponent": [
+                "goes second",
+                "moves second",
+                "go second",
+                "move second",
+                "opponent * starts",
+                "opponent * first",
+            ],
         },
         "unit": "",
         "meaning": "who makes the first move",
@@ -63,6 +79,9 @@ KEYWORDS = {
     "noughts": 4.0,
     "crosses": 3.0,
     "three in a row": 3.0,
+    "three in a line": 3.0,
+    "in a line": 2.0,
+    "xoxo": 3.0,
     "in a row": 2.0,
     "diagonal": 1.5,
     "x and o": 3.0,
@@ -72,6 +91,9 @@ KEYWORDS = {
     "board": 0.5,
 }
 """Phrases in lower case that speak for this game, and how strongly."""
+
+ALWAYS = {"players": 2}
+"""What the game has this many of under every rule."""
 
 OTHERWISE = {
     r"3-?d|three[- ]dimensional": "here the board is flat",

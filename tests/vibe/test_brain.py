@@ -203,16 +203,37 @@ def test_a_spec_refuses_fields_it_does_not_know() -> None:
     ("description", "asked", "instead"),
     [
         ("Nim with 15 stones; whoever takes the last stone loses.", "last stone loses", "last stone wins"),
-        ("Nim with three heaps.", "heaps", "one heap"),
+        ("Nim with three heaps.", "three heaps", "heaps = 1"),
         (
             "A robot walks over slippery ice on a frozen lake to the goal, avoiding holes.",
             "slippery",
             "where it is told",
         ),
-        ("Who is the spy with two spies; all describe and vote.", "spies", "one player is the spy"),
+        ("Who is the spy with two spies; all describe and vote.", "two spies", "spies = 1"),
         ("Tic-tac-toe in 3D, three in a row wins.", "3D", "flat"),
     ],
 )
 def test_what_the_game_does_otherwise_is_said(description: str, asked: str, instead: str) -> None:
     notes = OfflineBrain().read(description).unused
     assert any(note.text == asked and instead in note.reason for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("description", "rule", "value"),
+    [
+        ("Tic-tac-toe where the opponent moves first.", "first", "opponent"),
+        ("Tic-tac-toe; our player moves first.", "first", "policy"),
+        ("Tic-tac-toe against a good opponent.", "opponent", "scripted"),
+        ("Train a good player of tic-tac-toe against a random opponent.", "opponent", "random"),
+        ("A robot starts in the upper left corner of a grid and walks to the goal, avoiding holes.", "start", "corner"),
+        ("Two players take turns taking 1-3 stones; whoever takes the last stone wins.", "max_take", 3),
+    ],
+)
+def test_a_choice_goes_by_the_words_beside_it(description: str, rule: str, value: object) -> None:
+    assert OfflineBrain().read(description).rules[rule] == value
+
+
+def test_a_number_that_is_so_anyway_is_not_called_unused() -> None:
+    spec = OfflineBrain().read("Nim for two players with 12 stones.")
+    assert not spec.unused
+    assert any(item.text == "two players" and not item.rules for item in spec.requirements)
