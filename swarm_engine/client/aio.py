@@ -22,12 +22,14 @@ from swarm_engine.client.errors import (
     SwarmUnavailableError,
 )
 from swarm_engine.client.http import HttpError, HttpPool
-from swarm_engine.types import EngineState, Mode, Outcome
+from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
 
 MAX_CONNECTIONS = 1024
 TIMEOUT = httpx.Timeout(connect=10.0, read=None, write=60.0, pool=None)
 """Replies may take minutes on a small machine, and long polls and event streams are quiet by design."""
 STATUS_POLL_S = 0.05
+CANCEL_GRACE_S = 0.25
+"""How long a cancelled claim waits for an answer that may be on its way."""
 QUIET_SHARE = 1 / 3
 """An episode that was quiet for this share of its lease gets a heartbeat."""
 
@@ -41,7 +43,7 @@ class Episode:
     def __init__(self, client: AsyncSwarmClient, lease: wire.Lease) -> None:
         self._client = client
         self._lease = lease
-        self._auth = {"authorization": f"Bearer {lease.api_key}"}
+        self._auth = wire.bearer(lease.api_key)
         self._last_sign = asyncio.get_running_loop().time()
         self.result: wire.EpisodeResult | None = None
         """How it ended; None before."""
@@ -90,8 +92,13 @@ class Episode:
         max_tokens: int | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
+        script: str | Sequence[int] | None = None,
     ) -> wire.ChatReply:
         """Ask the policy.
+
+        Args:
+            seed: repeats the reply within this episode; the members of a group still differ.
+            script: a reply for the scripted backend to play, as text or token ids.
 
         Raises:
             ContextLengthError: the prompt leaves no room for a reply.
@@ -100,7 +107,7 @@ class Episode:
             SwarmUnavailableError: nobody answers.
         """
         url = wire.chat_url(self._lease.base_url, agent)
-        body = wire.chat_body(messages, temperature, max_tokens, seed, stop)
+        body = wire.chat_body(messages, temperature, max_tokens, seed, stop, script)
         answer = wire.read_chat(await self._client._request("POST", url, body, self._auth))
         self._last_sign = asyncio.get_running_loop().time()
         return answer
@@ -160,7 +167,7 @@ class AsyncSwarmClient:
     def __init__(self, url: str, token: str, *, client_id: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.client_id = client_id or f"client-{uuid.uuid4().hex[:8]}"
-        self._auth = {"authorization": f"Bearer {token}"}
+        self._auth = wire.bearer(token)
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
         # Proxies of the environment are for the world outside; a swarm is reached directly.
         self._http = httpx.AsyncClient(limits=limits, timeout=TIMEOUT, trust_env=False)
@@ -278,7 +285,7 @@ class AsyncSwarmClient:
         while True:
             left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - clock())
             body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, min(left, wire.MAX_POLL_S))
-            lease = wire.read_claim(task_id, await self._control("POST", "/episodes", body))
+            lease = await self._ask_for_lease(task_id, body)
             if isinstance(lease, wire.Lease):
                 episode = Episode(self, lease)
                 self._live[lease.episode_id] = episode
@@ -287,6 +294,23 @@ class AsyncSwarmClient:
                 return episode
             if deadline is not None and clock() >= deadline:
                 raise ClaimTimeoutError(task_id, lease, wait_s or 0.0)
+
+    async def _ask_for_lease(self, task_id: str, body: Mapping[str, Any]) -> wire.Lease | ClaimReason:
+        """One claim. A caller that is cancelled meanwhile leaves no episode behind."""
+        asking = asyncio.ensure_future(self._control("POST", "/episodes", body))
+        try:
+            return wire.read_claim(task_id, await asyncio.shield(asking))
+        except asyncio.CancelledError:
+            # An answer that is on its way names an episode that nobody would play. A claim that still waits is taken
+            # back by the server when its connection closes.
+            await asyncio.wait({asking}, timeout=CANCEL_GRACE_S)
+            if asking.done() and not asking.cancelled() and asking.exception() is None:
+                lease = wire.read_claim(task_id, asking.result())
+                if isinstance(lease, wire.Lease):
+                    with contextlib.suppress(SwarmError):
+                        await Episode(self, lease).abort("its claim was cancelled")
+            asking.cancel()
+            raise
 
     @contextlib.asynccontextmanager
     async def episode(
@@ -340,6 +364,7 @@ class AsyncSwarmClient:
             One result an episode, in the order of tasks and places.
         """
         results: dict[int, wire.EpisodeResult] = {}
+        claimed: dict[int, Episode] = {}
         free = asyncio.Semaphore(concurrency)
 
         async def play(number: int, task: wire.Task, episode: Episode | None) -> None:
@@ -357,16 +382,23 @@ class AsyncSwarmClient:
                     if on_episode is not None:
                         on_episode(episode.result)
             finally:
+                claimed.pop(number, None)
                 free.release()
 
         try:
             async with asyncio.TaskGroup() as group:
                 for number, task in wire.places(tasks, group_size):
                     await free.acquire()
-                    episode = await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
-                    group.create_task(play(number, task, episode))
+                    claimed[number] = await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
+                    group.create_task(play(number, task, claimed[number]))
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None
+        finally:
+            # A task that was called off before its first line has left its episode untouched.
+            for episode in claimed.values():
+                if episode.episode_id in self._live:
+                    with contextlib.suppress(SwarmError):
+                        await episode.abort("the run was called off")
         return [results[number] for number in sorted(results)]
 
 

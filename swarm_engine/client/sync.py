@@ -35,7 +35,7 @@ class SyncEpisode:
     def __init__(self, client: SwarmClient, lease: wire.Lease) -> None:
         self._client = client
         self._lease = lease
-        self._auth = {"authorization": f"Bearer {lease.api_key}"}
+        self._auth = wire.bearer(lease.api_key)
         self._last_sign = time.monotonic()
         self.episode_id = lease.episode_id
         self.task_id = lease.task_id
@@ -57,10 +57,11 @@ class SyncEpisode:
         max_tokens: int | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
+        script: str | Sequence[int] | None = None,
     ) -> wire.ChatReply:
         """Ask the policy; errors as in the async client."""
         url = wire.chat_url(self.base_url, agent)
-        body = wire.chat_body(messages, temperature, max_tokens, seed, stop)
+        body = wire.chat_body(messages, temperature, max_tokens, seed, stop, script)
         answer = wire.read_chat(self._client._request("POST", url, body, self._auth))
         self._last_sign = time.monotonic()
         return answer
@@ -115,7 +116,7 @@ class SwarmClient:
     def __init__(self, url: str, token: str, *, client_id: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.client_id = client_id or f"client-{uuid.uuid4().hex[:8]}"
-        self._auth = {"authorization": f"Bearer {token}"}
+        self._auth = wire.bearer(token)
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
         self._http = httpx.Client(limits=limits, timeout=TIMEOUT, trust_env=False)
         self._live: dict[str, SyncEpisode] = {}

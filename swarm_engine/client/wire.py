@@ -133,6 +133,17 @@ class EpisodeResult:
     policy_version: int
 
 
+def bearer(token: str) -> dict[str, str]:
+    """The header that shows a token.
+
+    Raises:
+        ValueError: the token is none.
+    """
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError("a token is one line of printable ASCII; take it from the server's token file")
+    return {"authorization": f"Bearer {token}"}
+
+
 def claim_body(
     client_id: str, task_id: str, mode: Mode, group_id: str | None, tags: Mapping[str, str] | None, wait_s: float
 ) -> dict[str, Any]:
@@ -179,7 +190,12 @@ def chat_url(base_url: str, agent: str | None) -> str:
 
 
 def chat_body(
-    messages: Messages, temperature: float, max_tokens: int | None, seed: int | None, stop: str | Sequence[str] | None
+    messages: Messages,
+    temperature: float,
+    max_tokens: int | None,
+    seed: int | None,
+    stop: str | Sequence[str] | None,
+    script: str | Sequence[int] | None,
 ) -> dict[str, Any]:
     """Body of a chat completion."""
     body: dict[str, Any] = {"messages": list(messages), "temperature": temperature}
@@ -189,6 +205,8 @@ def chat_body(
         body["seed"] = seed
     if stop is not None:
         body["stop"] = stop if isinstance(stop, str) else list(stop)
+    if script is not None:
+        body["script"] = script if isinstance(script, str) else list(script)
     return body
 
 

@@ -144,7 +144,7 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
             code_version=body.code_version,
             tags=body.tags,
         )
-        given = await engine.claim(wanted, 0)
+        given = await engine.roster.claim(wanted, 0)
         if not isinstance(given, LiveEpisode) and body.wait_s > 0:
             given = await claim_unless_gone(engine, wanted, body.wait_s, request)
         if not isinstance(given, LiveEpisode):
@@ -166,24 +166,24 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
         """End an episode; answers when it is on disk. The same end again is the same episode."""
         if body.step_rewards:
             raise UnsupportedError("step_rewards are not trained by algorithm grpo", "add them to reward")
-        rewards = await engine.end(episode_id, body.reward, body.outcome, body.metrics)
+        rewards = await engine.roster.end(episode_id, body.reward, body.outcome, body.metrics)
         return JSONResponse({"episode_id": episode_id, "rewards": rewards, "outcome": body.outcome})
 
     @app.post(CONTROL + "/episodes/{episode_id}/abort", dependencies=[sampler])
     async def abort(episode_id: str, body: Abort | None = None) -> JSONResponse:
         """Give an episode up; its place goes to another claim."""
-        engine.abort(episode_id, body.reason if body else "")
+        engine.roster.abort(episode_id, body.reason if body else "")
         return JSONResponse({"episode_id": episode_id})
 
     @app.post(CONTROL + "/episodes/{episode_id}/heartbeat", dependencies=[sampler])
     async def heartbeat(episode_id: str) -> JSONResponse:
         """Renew a lease without a call."""
-        return JSONResponse({"episode_id": episode_id, "lease_s": engine.heartbeat(episode_id).lease_s})
+        return JSONResponse({"episode_id": episode_id, "lease_s": engine.roster.heartbeat(episode_id).lease_s})
 
     @app.get(CONTROL + "/episodes/{episode_id}", dependencies=[observer])
     async def describe(episode_id: str) -> JSONResponse:
         """An episode, running or ended."""
-        return JSONResponse(await engine.describe(episode_id))
+        return JSONResponse(await engine.roster.describe(episode_id))
 
     @app.get(CONTROL + "/episodes/{episode_id}/timelines", dependencies=[observer])
     async def timelines(episode_id: str, merge: str = Merge.NONE) -> JSONResponse:
@@ -216,7 +216,7 @@ async def claim_unless_gone(
     engine: Engine, wanted: ClaimRequest, wait_s: float, request: Request
 ) -> LiveEpisode | ClaimReason:
     """A claim that is taken back when its caller closes the connection while it waits."""
-    claiming = asyncio.create_task(engine.claim(wanted, wait_s))
+    claiming = asyncio.create_task(engine.roster.claim(wanted, wait_s))
     gone = asyncio.create_task(wait_until_gone(request.receive))
     try:
         await asyncio.wait({claiming, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +227,7 @@ async def claim_unless_gone(
         if not claiming.cancelled() and claiming.exception() is None:
             given = claiming.result()
             if isinstance(given, LiveEpisode):
-                engine.abort(given.episode_id, "client_gone")
+                engine.roster.abort(given.episode_id, "client_gone")
         raise NotFoundError("the caller is gone")
     finally:
         gone.cancel()

@@ -1,7 +1,8 @@
-"""Who may do what: three tokens in a 0600 file, and the Host header that keeps browsers on other sites out."""
+"""Who may do what: three tokens in a 0600 file, a key for each episode, and a Host header that names this server."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -79,6 +80,33 @@ def bearer(header: str | None) -> str | None:
     """The token of an `Authorization` header."""
     kind, _, token = (header or "").partition(" ")
     return token.strip() if kind.lower() == "bearer" and token.strip() else None
+
+
+class KeyRing:
+    """Ids and keys that this run folder gave out, told from others without a list of them.
+
+    So an episode that was running when the server was killed is known as lost, not as unknown.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+
+    def _mac(self, purpose: str, text: str, length: int) -> str:
+        return hmac.new(self._secret, f"{purpose}:{text}".encode(), hashlib.sha256).hexdigest()[:length]
+
+    def new_episode_id(self) -> str:
+        """An id nobody can guess."""
+        body = secrets.token_hex(8)
+        return f"e{body}{self._mac('id', body, 8)}"
+
+    def is_ours(self, episode_id: str) -> bool:
+        """Whether this run folder gave the id out, at whatever time."""
+        body, mac = episode_id[1:17], episode_id[17:]
+        return episode_id[:1] == "e" and hmac.compare_digest(self._mac("id", body, 8).encode(), mac.encode())
+
+    def key_of(self, episode_id: str) -> str:
+        """The key that opens an episode's inference routes."""
+        return f"sk-{self._mac('key', episode_id, 40)}"
 
 
 class HostCheck:

@@ -1,61 +1,52 @@
-"""Episodes that run: their keys, leases and open calls."""
+"""Episodes that run and their open calls."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import secrets
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from swarm_engine.config import SamplerBackend
+from swarm_engine.errors import ContextLengthError, EpisodeLostError, NotFoundError, UnsupportedError
+from swarm_engine.protocol import Generate
+from swarm_engine.seeding import derive_seed
+from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Seat
-from swarm_engine.server.worker_link import Generation
-from swarm_engine.tracker.codec import ReplyText
-from swarm_engine.tracker.tracker import Draft, EpisodeTracker
-from swarm_engine.types import FinishReason, Mode, SamplingParams
+from swarm_engine.server.worker_link import Generation, WorkerLink
+from swarm_engine.tracker.codec import ChatCodec, ReplyText
+from swarm_engine.tracker.messages import Message
+from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
+from swarm_engine.types import Episode, FinishReason, Mode, Outcome, SamplingParams
 
 
-class KeyRing:
-    """Ids and keys that this run folder gave out, told from others without a list of them.
+@dataclass(frozen=True, slots=True)
+class ClaimRequest:
+    """A client's wish for an episode."""
 
-    So an episode that was running when the server was killed is known as lost, not as unknown.
-    """
-
-    def __init__(self, secret: str) -> None:
-        self._secret = secret.encode()
-
-    def _mac(self, purpose: str, text: str, length: int) -> str:
-        return hmac.new(self._secret, f"{purpose}:{text}".encode(), hashlib.sha256).hexdigest()[:length]
-
-    def new_episode_id(self) -> str:
-        """An id nobody can guess."""
-        body = secrets.token_hex(8)
-        return f"e{body}{self._mac('id', body, 8)}"
-
-    def is_ours(self, episode_id: str) -> bool:
-        """Whether this run folder gave the id out, at whatever time."""
-        body, mac = episode_id[1:17], episode_id[17:]
-        return episode_id[:1] == "e" and hmac.compare_digest(self._mac("id", body, 8).encode(), mac.encode())
-
-    def key_of(self, episode_id: str) -> str:
-        """The key that opens an episode's inference routes."""
-        return f"sk-{self._mac('key', episode_id, 40)}"
+    client_id: str
+    task_id: str
+    mode: Mode = Mode.TRAIN
+    group_id: str | None = None
+    policies: tuple[str, ...] = ()
+    agents: tuple[str, ...] = ()
+    lease_s: float | None = None
+    code_version: str | None = None
+    tags: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True, eq=False)
-class RunningCall:
-    """A call whose reply is being sampled."""
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """An inference request, parsed and checked."""
 
-    draft: Draft
-    params: SamplingParams
-    generation: Generation
-    reply: ReplyText
-    has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when tokens come in or sampling ends; the one who streams clears it."""
-    finish_reason: FinishReason | None = None
-    """None until it is recorded."""
-    is_closed: bool = False
-    """Whether its caller, its episode or the sampler ended it before it was complete."""
+    messages: tuple[Message, ...]
+    max_tokens: int | None
+    """None takes the server's limit."""
+    temperature: float
+    seed: int | None
+    stop: tuple[str, ...]
+    script: str | tuple[int, ...] | None = None
+    """A reply to play instead of sampling one, as text or token ids; for the scripted backend only."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,33 +75,165 @@ class LiveEpisode:
     """The normalised `end` request that is being committed; None before."""
     ended: asyncio.Future[None] | None = None
 
-    def touch(self, now: float) -> None:
+    def touch(self) -> None:
         """Its client is alive."""
-        self.lease_until = now + self.lease_s
+        self.lease_until = time.monotonic() + self.lease_s
+
+    def close_calls(self) -> None:
+        """Cancel what still runs; it is recorded and never trained."""
+        for call in list(self.running.values()):
+            call.cancel()
+
+    def record(self, rewards: dict[str, float | None], outcome: Outcome, metrics: dict[str, float]) -> EpisodeRecord:
+        """The episode so far, as the journal keeps it."""
+        episode = Episode(
+            episode_id=self.episode_id,
+            task_id=self.seat.task_id,
+            group_id=self.seat.group_id,
+            index=self.seat.index,
+            mode=self.mode,
+            policy_version=self.policy_version,
+            calls=self.tracker.calls(),
+            rewards=rewards,
+            outcome=outcome,
+            metrics=metrics,
+            tags=self.tags,
+        )
+        return EpisodeRecord(episode, self.tracker.notes())
+
+    def begin_call(self, loaded: Loaded, agent: str, request: CallRequest, *, follow: bool) -> RunningCall:
+        """Send a request to the sampler; `follow` keeps the reply's text up to date while it comes in.
+
+        Raises:
+            BadRequestError: the messages or limits can't be served.
+            NotFoundError: the claim named its agents, and this is none of them.
+            EpisodeLostError: the episode is ending.
+        """
+        if self.ending is not None:
+            raise EpisodeLostError(f"episode {self.episode_id!r} has ended", code="episode_ended")
+        if self.agents and agent not in self.agents:
+            raise NotFoundError(
+                f"agent {agent!r} is not in this episode", f"its claim named {', '.join(self.agents)}", code="agent"
+            )
+        script = _script_ids(loaded, request.script)
+        draft = self.tracker.begin(agent, request.messages)
+        limit = loaded.policy.max_context
+        room = limit - len(draft.prompt_ids)
+        if room < 1:
+            raise ContextLengthError(
+                f"the prompt has {len(draft.prompt_ids)} tokens, prompt and reply together may have {limit}",
+                "shorten the messages, or end the episode as truncated",
+                param="messages",
+            )
+        params = SamplingParams(
+            max_tokens=min(request.max_tokens or loaded.config.sampler.max_tokens, room),
+            temperature=request.temperature,
+            seed=self._seed(loaded.config.seed, draft, request.seed),
+        )
+        return RunningCall.begin(self, loaded.link, loaded.codec, draft, params, request.stop, script, follow=follow)
+
+    def _seed(self, run_seed: int, draft: Draft, given: int | None) -> int:
+        """The seed of a call's own random stream.
+
+        A caller's seed repeats within its episode, yet the members of a group still differ: with one stream for all of
+        them every reply would be the same and nothing could be learned.
+        """
+        which: tuple[str | int, ...] = (draft.index,) if given is None else ("seed", given)
+        seat = self.seat
+        return derive_seed(run_seed, self.mode, seat.group_id, seat.index, seat.attempt, draft.agent, *which)
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimRequest:
-    """A client's wish for an episode."""
-
-    client_id: str
-    task_id: str
-    mode: Mode = Mode.TRAIN
-    group_id: str | None = None
-    policies: tuple[str, ...] = ()
-    agents: tuple[str, ...] = ()
-    lease_s: float | None = None
-    code_version: str | None = None
-    tags: dict[str, str] = field(default_factory=dict)
+def _script_ids(loaded: Loaded, script: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if script is None:
+        return None
+    if loaded.config.sampler.backend is not SamplerBackend.SCRIPTED:
+        raise UnsupportedError(
+            "script is taken by the scripted backend only", 'start with sampler.backend "scripted"', param="script"
+        )
+    return (*loaded.codec.encode_text(script), loaded.policy.end_ids[0]) if isinstance(script, str) else script
 
 
-@dataclass(frozen=True, slots=True)
-class CallRequest:
-    """An inference request, parsed and checked."""
+@dataclass(slots=True, eq=False)
+class RunningCall:
+    """A call whose reply is being sampled."""
 
-    messages: tuple[dict[str, object], ...]
-    max_tokens: int | None
-    """None takes the server's limit."""
-    temperature: float
-    seed: int | None
-    stop: tuple[str, ...]
+    episode: LiveEpisode
+    link: WorkerLink
+    draft: Draft
+    params: SamplingParams
+    reply: ReplyText
+    generation: Generation
+    has_news: asyncio.Event
+    """Set when tokens come in or sampling ends; the one who streams clears it."""
+    finish_reason: FinishReason | None = None
+    """None until it is recorded."""
+    is_closed: bool = False
+    """Whether its caller, its episode or the sampler ended it before it was complete."""
+
+    @staticmethod
+    def begin(
+        episode: LiveEpisode,
+        link: WorkerLink,
+        codec: ChatCodec,
+        draft: Draft,
+        params: SamplingParams,
+        stop: tuple[str, ...],
+        script: tuple[int, ...] | None,
+        *,
+        follow: bool,
+    ) -> RunningCall:
+        """Ask the sampler."""
+        reply = ReplyText(codec, stop)
+        has_news = asyncio.Event()
+
+        def on_tokens(generation: Generation, token_ids: Sequence[int]) -> None:
+            reply.push(token_ids)
+            if reply.is_stopped:
+                link.cancel(generation.request_id)
+            has_news.set()
+
+        question = Generate(draft.call_id, episode.tracker.policy, draft.prompt_ids, params, script)
+        generation = link.generate(question, on_tokens if follow or stop else None)
+        generation.done.add_done_callback(lambda _: has_news.set())
+        call = RunningCall(episode, link, draft, params, reply, generation, has_news)
+        episode.running[draft.call_id] = call
+        episode.touch()
+        return call
+
+    def finish(self, reason: FinishReason) -> None:
+        """Record the reply, once."""
+        if self.finish_reason is not None or self.is_closed:
+            return
+        generation, reply = self.generation, self.reply
+        if reply.num_tokens == 0:
+            reply.push(generation.token_ids)
+        if reply.is_stopped:
+            generation.cut(reply.num_tokens)
+            reason = FinishReason.STOP
+        reply.finish()
+        self.finish_reason = reason
+        self.episode.running.pop(self.draft.call_id, None)
+        self.episode.tracker.finish(
+            self.draft,
+            completion_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            policy_versions=generation.policy_versions,
+            temperature=self.params.temperature,
+            finish_reason=reason,
+            answer=reply.text,
+        )
+        self.episode.touch()
+
+    def cancel(self) -> None:
+        """Its caller went away, or its episode did: what was sampled is kept and not trained."""
+        if self.finish_reason is not None or self.is_closed:
+            return
+        self.link.cancel(self.generation.request_id)
+        self.generation.finish(FinishReason.CANCELLED)
+        self.finish(FinishReason.CANCELLED)
+        self.is_closed = True
+
+    def fail(self) -> None:
+        """The sampler refused it: there is nothing to record."""
+        self.is_closed = True
+        self.episode.running.pop(self.draft.call_id, None)

@@ -96,7 +96,7 @@ class InferenceApp:
             await send_json(send, error.status, error_body(error))
 
     def _authorize(self, target: Target, headers: Sequence[tuple[bytes, bytes]]) -> LiveEpisode:
-        episode = self._engine.find(target.episode_id)
+        episode = self._engine.roster.find(target.episode_id)
         key = None
         for name, value in headers:
             if name == b"authorization":
@@ -112,7 +112,7 @@ class InferenceApp:
         return episode
 
     def _models(self) -> Mapping[str, Any]:
-        policy = self._engine.policy
+        policy = self._engine.loaded.policy
         model = {
             "id": policy.name,
             "object": "model",
@@ -128,28 +128,26 @@ class InferenceApp:
             return
         request = parse_chat(body)
         agent = choose_agent(target.agent, request.model)
-        running = self._engine.begin_call(episode, agent, request.call, follow=request.is_stream)
+        running = episode.begin_call(self._engine.loaded, agent, request.call, follow=request.is_stream)
         gone = asyncio.create_task(wait_until_gone(receive))
         try:
             if request.is_stream:
-                await self._stream(episode, running, request, gone, send)
+                await self._stream(running, request, gone, send)
             else:
-                await self._reply(episode, running, request, gone, send)
+                await self._reply(running, request, gone, send)
         finally:
             gone.cancel()
             # Anything that leaves a call open here was an error or a caller that went away.
-            self._engine.cancel_call(episode, running)
+            running.cancel()
 
-    async def _reply(
-        self, episode: LiveEpisode, running: RunningCall, request: ChatRequest, gone: asyncio.Task[None], send: Send
-    ) -> None:
+    async def _reply(self, running: RunningCall, request: ChatRequest, gone: asyncio.Task[None], send: Send) -> None:
         done = running.generation.done
         if not done.done():
             both: set[asyncio.Future[Any]] = {done, gone}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not done.done():
             return
-        self._conclude(episode, running)
+        self._conclude(running)
         reply = running.reply
         choice: dict[str, Any] = {
             "index": 0,
@@ -159,7 +157,7 @@ class InferenceApp:
         }
         generation = running.generation
         if request.has_logprobs:
-            content = token_logprobs(self._engine.codec, generation.token_ids, generation.logprobs)
+            content = token_logprobs(running.reply.codec, generation.token_ids, generation.logprobs)
             choice["logprobs"] = {"content": content, "refusal": None}
         body = {
             **self._head(running, "chat.completion"),
@@ -168,15 +166,13 @@ class InferenceApp:
         }
         await send_json(send, 200, body, call_header(running))
 
-    async def _stream(
-        self, episode: LiveEpisode, running: RunningCall, request: ChatRequest, gone: asyncio.Task[None], send: Send
-    ) -> None:
+    async def _stream(self, running: RunningCall, request: ChatRequest, gone: asyncio.Task[None], send: Send) -> None:
         generation, reply = running.generation, running.reply
         # The status line waits for the first token: until then a refusal can still be a proper error.
         if not await self._wait_for_news(running, gone):
             return
         if generation.done.done() and generation.done.exception() is not None:
-            self._conclude(episode, running)
+            self._conclude(running)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + call_header(running)})
         head = self._head(running, "chat.completion.chunk")
         first: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -186,12 +182,12 @@ class InferenceApp:
             while True:
                 is_last = generation.done.done()
                 if is_last:
-                    self._conclude(episode, running)
+                    self._conclude(running)
                 text = reply.take()
                 entries = None
                 if request.has_logprobs and num_sent < len(generation.token_ids):
                     new = slice(num_sent, len(generation.token_ids))
-                    entries = token_logprobs(self._engine.codec, generation.token_ids[new], generation.logprobs[new])
+                    entries = token_logprobs(running.reply.codec, generation.token_ids[new], generation.logprobs[new])
                     num_sent = len(generation.token_ids)
                 if text or entries:
                     await send_event(send, {**head, "choices": [chunk({"content": text}, entries)]})
@@ -220,15 +216,16 @@ class InferenceApp:
         running.has_news.clear()
         return not gone.done()
 
-    def _conclude(self, episode: LiveEpisode, running: RunningCall) -> None:
+    def _conclude(self, running: RunningCall) -> None:
         """Record a call whose sampling has ended.
 
         Raises:
             EpisodeLostError: its episode ended while it ran.
             SwarmEngineError: the sampler could not serve it.
         """
+        episode = running.episode
         if running.is_closed and episode.ending is None:
-            raise self._engine.gone(episode.episode_id)
+            raise self._engine.roster.gone(episode.episode_id)
         if running.is_closed:
             raise EpisodeLostError(
                 f"episode {episode.episode_id!r} ended while this call ran",
@@ -238,19 +235,19 @@ class InferenceApp:
         try:
             reason = running.generation.done.result()
         except SwarmEngineError:
-            self._engine.fail_call(episode, running)
+            running.fail()
             raise
-        self._engine.finish_call(episode, running, reason)
+        running.finish(reason)
 
     def _head(self, running: RunningCall, kind: str) -> dict[str, Any]:
         versions = running.generation.policy_versions
-        name = self._engine.policy_name
+        name = running.episode.tracker.policy
         return {
             "id": running.draft.call_id,
             "object": kind,
             "created": int(time.time()),
             "model": name,
-            "system_fingerprint": f"{name}@{versions[-1] if versions else self._engine.step}",
+            "system_fingerprint": f"{name}@{versions[-1] if versions else running.episode.policy_version}",
         }
 
 

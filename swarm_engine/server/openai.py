@@ -23,7 +23,7 @@ MAX_STOP_CHARS = 256
 
 READ = {
     "model", "messages", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options", "logprobs",
-    "stop", "seed",
+    "stop", "seed", "script",
 }  # fmt: skip
 """Fields that this server reads."""
 
@@ -105,6 +105,7 @@ def parse_chat(body: bytes) -> ChatRequest:
             temperature=_temperature(raw.get("temperature")),
             seed=_integer(raw, "seed", -(2**63), 2**63 - 1),
             stop=_stop(raw.get("stop")),
+            script=_script(raw.get("script")),
         ),
         is_stream=_flag(raw, "stream"),
         has_usage_chunk=_flag(options, "include_usage"),
@@ -171,6 +172,14 @@ def _stop(value: Any) -> tuple[str, ...]:
             param="stop",
         )
     return tuple(stops)
+
+
+def _script(value: Any) -> str | tuple[int, ...] | None:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(one, int) and one >= 0 for one in value):
+        raise BadRequestError("script must be a text or a list of token ids", param="script")
+    return tuple(value)
 
 
 def token_logprobs(codec: ChatCodec, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:

@@ -267,6 +267,10 @@ class ChatCodec:
             piece = piece.replace(BREAKER, "")
             ids.extend(self._encode_piece(piece) if len(piece) <= MAX_CACHED_PIECE else self._encode_plain(piece))
 
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of text in which nothing is a control token."""
+        return self._encode_plain(text)
+
     def _encode_plain(self, text: str) -> tuple[int, ...]:
         return tuple(self._plain.encode(text, add_special_tokens=False).ids)
 
@@ -300,7 +304,7 @@ class ReplyText:
     """The text of a reply while its tokens come in: whole characters only, cut before a stop string."""
 
     def __init__(self, codec: ChatCodec, stop: Sequence[str] = ()) -> None:
-        self._codec = codec
+        self.codec = codec
         self._stop = stop
         self._held_back = max(map(len, stop), default=1) - 1
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -317,16 +321,16 @@ class ReplyText:
         if self.is_stopped:
             return
         if not self._stop:
-            shown = b"".join(self._codec.token_bytes(one) for one in token_ids if not self._codec.is_hidden(one))
+            shown = b"".join(self.codec.token_bytes(one) for one in token_ids if not self.codec.is_hidden(one))
             self.text += self._decoder.decode(shown)
             self.num_tokens += len(token_ids)
             return
         for token_id in token_ids:
             self.num_tokens += 1
-            if self._codec.is_hidden(token_id):
+            if self.codec.is_hidden(token_id):
                 continue
             start = max(0, len(self.text) - self._held_back)
-            self.text += self._decoder.decode(self._codec.token_bytes(token_id))
+            self.text += self._decoder.decode(self.codec.token_bytes(token_id))
             found = [at for at in (self.text.find(stop, start) for stop in self._stop) if at >= 0]
             if found:
                 self.text = self.text[: min(found)]

@@ -76,7 +76,8 @@ class EpisodeTracker:
 
     def __init__(self, episode_id: str, policy: str, codec: ChatCodec) -> None:
         self._episode_id = episode_id
-        self._policy = policy
+        self.policy = policy
+        """Name of the policy it speaks through."""
         self._codec = codec
         self._num_drafts = 0
         self._num_by_agent: dict[str, int] = {}
@@ -183,7 +184,7 @@ class EpisodeTracker:
         call = Call(
             call_id=draft.call_id,
             index=draft.index,
-            policy=self._policy,
+            policy=self.policy,
             agent=draft.agent,
             prompt_ids=draft.prompt_ids,
             completion_ids=tuple(completion_ids),

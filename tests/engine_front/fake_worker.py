@@ -128,8 +128,8 @@ class Fake:
             self.weights, self.step = kept["weights"], kept["step"]
         folder = self.home / "fake_tokenizer"
         write_tokenizer(folder)
-        (name,) = message.config["policies"]
-        ready = PolicyReady(name, self.step, True, str(folder), (END_ID,), self.knobs.max_context)
+        ((name, policy),) = message.config["policies"].items()
+        ready = PolicyReady(name, self.step, policy["trainable"], str(folder), (END_ID,), self.knobs.max_context)
         self.send(Booted((ready,), self.step))
 
     async def generate(self, message: Generate, number: int) -> None:
@@ -146,7 +146,9 @@ class Fake:
                 self.send(Sampled(message.request_id, tuple(pending), logprobs, self.step))
                 pending.clear()
 
-        script = self.knobs.replies[number % len(self.knobs.replies)] if self.knobs.replies else None
+        script = message.script or (
+            self.knobs.replies[number % len(self.knobs.replies)] if self.knobs.replies else None
+        )
         for position in range(message.params.max_tokens):
             if self.knobs.token_s:
                 await asyncio.sleep(self.knobs.token_s)

@@ -475,3 +475,14 @@ def test_status_answers_at_once_during_an_update(serving: Callable[..., Served])
         with pytest.raises(ClaimTimeoutError) as caught:
             client.episode("v", mode=EVAL, wait_s=0)
         assert caught.value.reason is ClaimReason.WEIGHT_SYNCING
+
+
+def test_a_frozen_policy_is_served_and_can_not_be_claimed_for_training(serving: Callable[..., Served]) -> None:
+    with serving().client() as client:
+        client.start({**SMALL, "policies": {"rock": {"trainable": False}}}, wait=True)
+        with pytest.raises(SwarmRequestError, match=r"'rock' is frozen .*claim with mode eval") as caught:
+            client.episode("t", wait_s=0)
+        assert caught.value.status == 409
+        with client.episode("t", mode=EVAL) as episode:
+            assert episode.chat(HI).text
+            episode.end(reward=1.0)

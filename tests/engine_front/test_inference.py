@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import threading
@@ -16,8 +17,10 @@ import pytest
 from conftest import SMALL, Served
 from tiny_tokenizer import END_ID, PAD_ID, ids
 
-from swarm_engine.client import ContextLengthError, SyncEpisode
-from swarm_engine.types import Mode
+from swarm_engine.client import ContextLengthError, SwarmRequestError, SyncEpisode
+from swarm_engine.server.episodes import LiveEpisode
+from swarm_engine.tracker.tracker import EpisodeTracker
+from swarm_engine.types import Call, Mode
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -431,3 +434,35 @@ def test_tool_calls_that_the_template_has_no_place_for_are_refused_and_not_dropp
     )
     assert answer.status_code == 400
     assert "no place for tool calls" in answer.json()["error"]["message"]
+
+
+def test_a_script_is_played_by_the_scripted_backend_and_refused_by_others(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start({**SMALL, "sampler": {"backend": "scripted"}}, wait=True)
+        with client.episode("t", mode=Mode.DEBUG) as episode:
+            assert episode.chat(HI, script="go left").text == "go left"
+            assert episode.chat(HI, script=[97, 98, END_ID]).text == "ab"
+            episode.end(reward=0.0)
+        client.stop()
+        client.start(SMALL, wait=True)
+        with client.episode("t", mode=Mode.DEBUG) as episode:
+            with pytest.raises(SwarmRequestError, match="scripted backend only"):
+                episode.chat(HI, script="go left")
+            episode.end(reward=0.0)
+
+
+def test_nothing_of_trained_episodes_stays_in_memory(serving: Callable[..., Served]) -> None:
+    """B099: what was trained is in the journal only."""
+    with serving().client() as client:
+        client.start(SMALL, wait=True)
+        for batch in range(3):
+            for task in ("a", "a", "b", "b"):
+                with client.episode(f"{task}{batch}") as episode:
+                    episode.chat(HI)
+                    episode.end(reward=1.0)
+        while client.status().step < 3:
+            time.sleep(0.01)
+        gc.collect()
+        kept = [type(one).__name__ for one in gc.get_objects() if isinstance(one, EpisodeTracker | Call | LiveEpisode)]
+    assert kept == []

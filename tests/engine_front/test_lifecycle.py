@@ -34,7 +34,7 @@ from swarm_engine.client import (
     Task,
 )
 from swarm_engine.protocol import Update
-from swarm_engine.server.engine import _record
+from swarm_engine.server.roster import episode_records
 from swarm_engine.types import BatchRecord, EngineState, Mode
 
 HI = [{"role": "user", "content": "hi"}]
@@ -99,7 +99,7 @@ def check_journal(run_dir: Path) -> list[float]:
     weights, expected = "start", []
     for batch in batches:
         assert all(step_of[episode] == batch["step"] for episode in batch["episode_ids"])
-        episodes = tuple(_record.validate_json(records[episode]).episode for episode in batch["episode_ids"])
+        episodes = tuple(episode_records.validate_json(records[episode]).episode for episode in batch["episode_ids"])
         record = BatchRecord(batch["step"], tuple(batch["episode_ids"]), batch["seed"])
         weights = digest(weights, Update(record, episodes))
         expected.append(as_metric(weights))

@@ -1,0 +1,547 @@
+"""The episodes of a front: who waits for one, who runs one, how they end.
+
+Everything runs on one event loop, so a method without `await` is atomic. Which place an episode gets is the pool's to
+decide; leases, time limits and the journal are handled here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from swarm_engine.errors import (
+    ConflictError,
+    EpisodeLostError,
+    InvalidError,
+    NotFoundError,
+    SwarmEngineError,
+)
+from swarm_engine.server.auth import KeyRing
+from swarm_engine.server.episodes import ClaimRequest, LiveEpisode
+from swarm_engine.server.journal import EpisodeRow, EventWrite, Journal, UnpoolWrite, Write, dumps
+from swarm_engine.server.loaded import Loaded
+from swarm_engine.server.pool import PooledEpisode, Seat, is_judged
+from swarm_engine.tracker.tracker import EpisodeRecord, EpisodeTracker
+from swarm_engine.types import DEFAULT_AGENT, BatchRecord, ClaimReason, Episode, Mode, Outcome
+
+MAX_LIVE_EPISODES = 4096
+"""Episodes that run side by side; more claims wait with the reason `full`."""
+EMPTY_GROUP_GRACE_S = 5.0
+"""A group without a single completed episode that nobody works on is given up after this, where others wait."""
+CLIENT_MEMORY_S = 60.0
+"""A client counts as active for this long after its last claim or running episode."""
+
+episode_records: TypeAdapter[EpisodeRecord] = TypeAdapter(EpisodeRecord)
+
+Reward = float | Mapping[str, float | None] | None
+Gate = Callable[[Mode], Loaded | ClaimReason]
+"""What serves an episode of a mode now, or why a claim has to wait; raises where waiting is in vain."""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    request: ClaimRequest
+    served: asyncio.Future[LiveEpisode]
+
+
+class Roster:
+    """The running, the lost and the completed episodes of a front."""
+
+    def __init__(self, journal: Journal, keys: KeyRing, gate: Gate, on_change: Callable[[], None]) -> None:
+        """Begin empty.
+
+        Args:
+            gate: decides whether a claim can be served now.
+            on_change: called when a place was taken, filled or freed.
+        """
+        self._journal = journal
+        self._keys = keys
+        self._gate = gate
+        self._on_change = on_change
+        self._loaded: Loaded | None = None
+        self._live: dict[str, LiveEpisode] = {}
+        self._lost: dict[str, str] = {}
+        self._completed: dict[str, Episode] = {}
+        """Completed episodes of the open batch; the journal has them too."""
+        self._waiters: deque[_Waiter] = deque()
+        self._idle_since: dict[str, float] = {}
+        self._clients: dict[str, float] = {}
+        self.drops: Counter[str] = Counter()
+        """Episodes that will not be trained, by reason, since the last step was reported."""
+
+    # With the engine
+
+    def open(self, loaded: Loaded) -> None:
+        """Serve with a freshly booted engine: the journal's completed episodes take their places again."""
+        self._loaded = loaded
+        rows = self._journal.open_episodes()
+        self._completed = {row.episode_id: episode_records.validate_json(row.record).episode for row in rows}
+        pooled = [
+            PooledEpisode(
+                row.episode_id, Seat(row.group_id, row.task_id, row.place, row.attempt, row.position), row.rewards
+            )
+            for row in rows
+        ]
+        journal = self._journal
+        loaded.pool.restore(pooled, journal.closed_groups(), journal.next_position(), journal.loose_groups())
+
+    def close(self, reason: str, error: SwarmEngineError) -> None:
+        """The engine is gone: episodes that run are lost, claims that wait are refused, completed ones stay on disk."""
+        for episode in list(self._live.values()):
+            if episode.ending is None:
+                self._lose(episode, reason)
+        for waiter in self._waiters:
+            if not waiter.served.done():
+                waiter.served.set_exception(error)
+                waiter.served.exception()
+        self._waiters.clear()
+        self._completed.clear()
+        self._idle_since.clear()
+        self._loaded = None
+
+    def take(self, record: BatchRecord) -> tuple[Episode, ...]:
+        """The episodes of a batch, which are let go."""
+        return tuple(self._completed.pop(episode_id) for episode_id in record.episode_ids)
+
+    @property
+    def num_running(self) -> int:
+        """Episodes that run."""
+        return len(self._live)
+
+    def clients(self) -> dict[str, int]:
+        """Running episodes by active client."""
+        now = time.monotonic()
+        running = Counter(episode.client_id for episode in self._live.values())
+        self._clients = {
+            client: seen for client, seen in self._clients.items() if client in running or now - seen < CLIENT_MEMORY_S
+        }
+        return {client: running[client] for client in self._clients}
+
+    # Claims
+
+    async def claim(self, request: ClaimRequest, wait_s: float) -> LiveEpisode | ClaimReason:
+        """Give out an episode, after up to `wait_s` seconds, or say why there is none.
+
+        Raises:
+            EngineUnavailableError: the engine is off or failed.
+            ConflictError: the group named can't take it, or the policy is frozen.
+            NotFoundError: it asks for a policy that is not served.
+        """
+        given = self._try_claim(request)
+        if isinstance(given, LiveEpisode):
+            self._on_change()
+            return given
+        if wait_s <= 0:
+            return given
+        waiter = _Waiter(request, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self._on_change()
+        try:
+            await asyncio.wait({waiter.served}, timeout=wait_s)
+        except asyncio.CancelledError:
+            if waiter.served.done() and waiter.served.exception() is None:
+                # Served just when its caller went away: the place is free again at once.
+                self.abort(waiter.served.result().episode_id, "client_gone")
+            raise
+        finally:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+        if waiter.served.done():
+            return waiter.served.result()
+        reason = self._gate(request.mode)
+        return reason if isinstance(reason, ClaimReason) else ClaimReason.QUOTA
+
+    def serve_waiters(self) -> None:
+        """Give the claims that wait what there is, first come first served."""
+        for waiter in list(self._waiters):
+            if waiter.served.done():
+                continue
+            try:
+                given = self._try_claim(waiter.request)
+            except SwarmEngineError as error:
+                waiter.served.set_exception(error)
+                self._waiters.remove(waiter)
+                continue
+            if isinstance(given, LiveEpisode):
+                waiter.served.set_result(given)
+                self._waiters.remove(waiter)
+
+    def _try_claim(self, request: ClaimRequest) -> LiveEpisode | ClaimReason:
+        loaded = self._gate(request.mode)
+        if isinstance(loaded, ClaimReason):
+            return loaded
+        policy = loaded.policy
+        if unknown := [name for name in request.policies if name != policy.name]:
+            raise NotFoundError(
+                f"policy {unknown[0]!r} is not served here", f"this server has {policy.name!r}", code="unknown_policy"
+            )
+        if request.mode is Mode.TRAIN and not policy.trainable:
+            raise ConflictError(
+                f"policy {policy.name!r} is frozen (trainable: false)", "claim with mode eval", code="policy_frozen"
+            )
+        if len(self._live) >= MAX_LIVE_EPISODES:
+            return ClaimReason.FULL
+        episode_id = self._keys.new_episode_id()
+        seat = loaded.pool.claim(episode_id, request.mode, request.task_id, request.group_id)
+        if isinstance(seat, ClaimReason):
+            return seat
+        return self._admit(loaded, request, episode_id, seat)
+
+    def _admit(self, loaded: Loaded, request: ClaimRequest, episode_id: str, seat: Seat) -> LiveEpisode:
+        now = time.monotonic()
+        episode = LiveEpisode(
+            episode_id=episode_id,
+            api_key=self._keys.key_of(episode_id),
+            seat=seat,
+            mode=request.mode,
+            tags=request.tags,
+            client_id=request.client_id,
+            agents=request.agents,
+            policy_version=loaded.step,
+            lease_s=request.lease_s or loaded.config.lease_s,
+            started_at=now,
+            deadline=now + loaded.config.episode_timeout_s,
+            tracker=EpisodeTracker(episode_id, loaded.policy.name, loaded.codec),
+        )
+        episode.touch()
+        self._live[episode_id] = episode
+        self._clients[request.client_id] = now
+        self._arm(episode)
+        extra = {"code_version": request.code_version} if request.code_version else {}
+        self._journal.append(
+            EventWrite.of(
+                "claim",
+                episode_id=episode_id,
+                task_id=seat.task_id,
+                group_id=seat.group_id,
+                index=seat.index,
+                mode=request.mode,
+                client_id=request.client_id,
+                **extra,
+            )
+        )
+        return episode
+
+    # Groups that nobody works on
+
+    def note_idle_groups(self, loaded: Loaded) -> bool:
+        """Remember since when groups are idle; whether some are while claims wait."""
+        now = time.monotonic()
+        self._idle_since = {group: self._idle_since.get(group, now) for group in loaded.pool.idle_groups()}
+        return bool(self._waiters and self._idle_since)
+
+    def give_up_idle_groups(self, loaded: Loaded) -> None:
+        """Drop groups that have been idle for too long; a client that is gone must not stop the others."""
+        now = time.monotonic()
+        for group_id, has_completed in loaded.pool.idle_groups().items():
+            grace = loaded.config.lease_s if has_completed else min(EMPTY_GROUP_GRACE_S, loaded.config.lease_s)
+            if now - self._idle_since.get(group_id, now) >= grace:
+                self._give_up(loaded, group_id)
+
+    def _give_up(self, loaded: Loaded, group_id: str) -> None:
+        dropped = loaded.pool.drop_group(group_id)
+        self._idle_since.pop(group_id, None)
+        writes: list[Write] = [UnpoolWrite(tuple(dropped))]
+        for episode_id in dropped:
+            del self._completed[episode_id]
+            self.drops["group_abandoned"] += 1
+            writes.append(EventWrite.of("drop", episode_id=episode_id, group_id=group_id, reason="group_abandoned"))
+        self._journal.append(*writes)
+
+    # Leases and losses
+
+    def _arm(self, episode: LiveEpisode) -> None:
+        delay = max(0.0, min(episode.lease_until, episode.deadline) - time.monotonic())
+        episode.timer = asyncio.get_running_loop().call_later(delay, self._timer_rang, episode)
+
+    def _timer_rang(self, episode: LiveEpisode) -> None:
+        if episode.ending is not None or episode.episode_id not in self._live:
+            return
+        now = time.monotonic()
+        if now >= episode.deadline:
+            self._lose(episode, "timeout")
+        elif now >= episode.lease_until and not episode.running:
+            self._lose(episode, "lease_expired")
+        else:
+            if now >= episode.lease_until:
+                # The model is still answering it; that is not the client's silence.
+                episode.touch()
+            self._arm(episode)
+            return
+        self._on_change()
+
+    def _lose(self, episode: LiveEpisode, reason: str) -> None:
+        """Take an episode off without a reward; its place is free again."""
+        episode.close_calls()
+        self._forget(episode)
+        self._lost[episode.episode_id] = reason
+        while len(self._lost) > 2 * MAX_LIVE_EPISODES:
+            self._lost.pop(next(iter(self._lost)))
+        self._vacate(episode)
+        # Aborts carry their caller's words; they are counted as one kind.
+        self._count_drop(episode, reason.partition(":")[0])
+        self._journal.append(
+            EventWrite.of("drop", episode_id=episode.episode_id, group_id=episode.seat.group_id, reason=reason)
+        )
+
+    def _count_drop(self, episode: LiveEpisode, reason: str) -> None:
+        if episode.mode is Mode.TRAIN:
+            self.drops[reason] += 1
+
+    def _vacate(self, episode: LiveEpisode) -> None:
+        assert self._loaded is not None
+        if episode.mode is Mode.TRAIN:
+            self._loaded.pool.free(episode.episode_id)
+        else:
+            self._loaded.pool.free_loose(episode.mode, episode.seat)
+
+    def _forget(self, episode: LiveEpisode) -> None:
+        self._live.pop(episode.episode_id, None)
+        self._clients[episode.client_id] = time.monotonic()
+        if episode.timer is not None:
+            episode.timer.cancel()
+
+    # Ends
+
+    async def end(
+        self, episode_id: str, reward: Reward, outcome: Outcome, metrics: Mapping[str, float]
+    ) -> Mapping[str, float | None]:
+        """Record an episode's reward; returns it by agent once it is on disk.
+
+        Raises:
+            ConflictError: the episode has ended otherwise.
+            InvalidError: an agent that spoke gets no reward.
+            EpisodeLostError, NotFoundError: see `find`.
+            JournalError: it can't be written.
+        """
+        episode = self._live.get(episode_id)
+        if episode is None:
+            row = await self.ended_row(episode_id)
+            rewards = _by_agent(reward, tuple(row.rewards))
+            _check_same_end(episode_id, row.request, _normalised(rewards, outcome, metrics))
+            return rewards
+        rewards = _by_agent(reward, episode.agents or episode.tracker.agents or (DEFAULT_AGENT,))
+        if silent := [agent for agent in episode.tracker.agents if agent not in rewards]:
+            raise InvalidError(
+                f"reward names {', '.join(map(repr, rewards)) or 'nobody'}, but {silent[0]!r} made calls too",
+                "give every agent that spoke a reward, or null where it can't be judged",
+                param="reward",
+            )
+        request = _normalised(rewards, outcome, metrics)
+        if episode.ending is not None:
+            _check_same_end(episode_id, episode.ending, request)
+            assert episode.ended is not None
+            await asyncio.shield(episode.ended)
+            return rewards
+        await self._commit_end(episode, rewards, outcome, dict(metrics), request)
+        return rewards
+
+    async def _commit_end(
+        self,
+        episode: LiveEpisode,
+        rewards: dict[str, float | None],
+        outcome: Outcome,
+        metrics: dict[str, float],
+        request: str,
+    ) -> None:
+        loaded = self._loaded
+        episode.close_calls()
+        recorded = episode.record(rewards, outcome, metrics)
+        drop = _drop_reason(rewards, outcome)
+        is_pooled = episode.mode is Mode.TRAIN and drop is None
+        writes: list[Write] = [_row(episode, recorded, request, is_pooled), _ended_event(episode, recorded)]
+        if drop is not None:
+            group_id = episode.seat.group_id
+            writes.append(EventWrite.of("drop", episode_id=episode.episode_id, group_id=group_id, reason=drop))
+        episode.ending = request
+        episode.ended = self._journal.append(*writes)
+        await asyncio.shield(episode.ended)
+        self._forget(episode)
+        if self._loaded is None or self._loaded is not loaded:
+            # The engine went down meanwhile. The episode is on disk, and the next start finds it there.
+            return
+        if is_pooled:
+            self._completed[episode.episode_id] = recorded.episode
+            self._loaded.pool.complete(episode.episode_id, rewards)
+        elif drop is not None:
+            self._vacate(episode)
+            self._count_drop(episode, drop)
+        self._on_change()
+
+    def abort(self, episode_id: str, reason: str) -> None:
+        """Take an episode off; its place is given out again.
+
+        Raises:
+            EpisodeLostError, NotFoundError: it does not run.
+            ConflictError: its end is being written.
+        """
+        episode = self.find(episode_id)
+        if episode.ending is not None:
+            raise ConflictError(f"episode {episode_id!r} has ended", "an ended episode can't be aborted", code="ended")
+        self._lose(episode, f"aborted: {reason}" if reason else "aborted")
+        self._on_change()
+
+    def heartbeat(self, episode_id: str) -> LiveEpisode:
+        """Renew an episode's lease.
+
+        Raises:
+            EpisodeLostError, NotFoundError: it does not run.
+        """
+        episode = self.find(episode_id)
+        episode.touch()
+        return episode
+
+    # Looking
+
+    def find(self, episode_id: str) -> LiveEpisode:
+        """A running episode.
+
+        Raises:
+            EpisodeLostError: it was this server's and does not run any more.
+            NotFoundError: it never was.
+        """
+        episode = self._live.get(episode_id)
+        if episode is None:
+            raise self.gone(episode_id)
+        return episode
+
+    def gone(self, episode_id: str) -> SwarmEngineError:
+        """The error for an episode that does not run."""
+        if reason := self._lost.get(episode_id):
+            return EpisodeLostError(f"episode {episode_id!r} is gone ({reason})", "claim its task again")
+        if self._keys.is_ours(episode_id):
+            return EpisodeLostError(
+                f"episode {episode_id!r} does not run any more; it has ended, or the server was started anew",
+                "claim its task again unless it has ended",
+            )
+        return NotFoundError(f"there is no episode {episode_id!r}", "claim one with POST /swarm/v1/episodes")
+
+    async def ended_row(self, episode_id: str) -> EpisodeRow:
+        """A completed episode of the journal.
+
+        Raises:
+            EpisodeLostError, NotFoundError: there is none.
+        """
+        row = await self._journal.episode(episode_id)
+        if row is None:
+            raise self.gone(episode_id)
+        return row
+
+    async def record(self, episode_id: str) -> EpisodeRecord:
+        """An episode's calls so far, running or ended.
+
+        Raises:
+            EpisodeLostError, NotFoundError: there is none.
+        """
+        episode = self._live.get(episode_id)
+        if episode is not None:
+            return episode.record({}, Outcome.SUCCESS, {})
+        row = await self.ended_row(episode_id)
+        return episode_records.validate_json(row.record)
+
+    async def describe(self, episode_id: str) -> dict[str, Any]:
+        """An episode, running or ended, without its tokens.
+
+        Raises:
+            EpisodeLostError, NotFoundError: there is none.
+        """
+        episode = self._live.get(episode_id)
+        if episode is None:
+            row = await self.ended_row(episode_id)
+            return {
+                "episode_id": episode_id,
+                "status": "ended",
+                "task_id": row.task_id,
+                "group_id": row.group_id,
+                "index": row.place,
+                "mode": row.mode,
+                **json.loads(row.request),
+            }
+        return {
+            "episode_id": episode_id,
+            "status": "running",
+            "task_id": episode.seat.task_id,
+            "group_id": episode.seat.group_id,
+            "index": episode.seat.index,
+            "mode": episode.mode,
+            "client_id": episode.client_id,
+            "policy_version": episode.policy_version,
+            "num_calls": len(episode.tracker.calls()),
+            "num_running_calls": len(episode.running),
+            "seconds": round(time.monotonic() - episode.started_at, 3),
+            "lease_s": episode.lease_s,
+        }
+
+
+def _by_agent(reward: Reward, agents: Sequence[str]) -> dict[str, float | None]:
+    """A bare number goes to every agent."""
+    if isinstance(reward, Mapping):
+        return dict(reward)
+    return dict.fromkeys(agents, reward)
+
+
+def _drop_reason(rewards: Mapping[str, float | None], outcome: Outcome) -> str | None:
+    """Why an ended episode is not trained; None where it is."""
+    if outcome is Outcome.ENV_ERROR:
+        return "env_error"
+    return None if is_judged(rewards) else "null_reward"
+
+
+def _normalised(rewards: Mapping[str, float | None], outcome: Outcome, metrics: Mapping[str, float]) -> str:
+    """An `end` as text, equal for equal ends."""
+    parts = {"rewards": dict(sorted(rewards.items())), "outcome": outcome, "metrics": dict(sorted(metrics.items()))}
+    return dumps(parts)
+
+
+def _check_same_end(episode_id: str, before: str, now: str) -> None:
+    if before != now:
+        raise ConflictError(
+            f"episode {episode_id!r} has ended with {before}, not with {now}",
+            "an episode ends once; claim another for another attempt",
+            code="ended_differently",
+        )
+
+
+def _row(episode: LiveEpisode, recorded: EpisodeRecord, request: str, is_pooled: bool) -> EpisodeRow:
+    seat = episode.seat
+    return EpisodeRow(
+        episode_id=episode.episode_id,
+        mode=episode.mode,
+        task_id=seat.task_id,
+        group_id=seat.group_id,
+        place=seat.index,
+        attempt=seat.attempt,
+        position=seat.position,
+        is_pooled=is_pooled,
+        rewards=recorded.episode.rewards,
+        request=request,
+        record=episode_records.dump_json(recorded),
+    )
+
+
+def _ended_event(episode: LiveEpisode, recorded: EpisodeRecord) -> EventWrite:
+    ended = recorded.episode
+    return EventWrite.of(
+        "episode",
+        episode_id=ended.episode_id,
+        task_id=ended.task_id,
+        group_id=ended.group_id,
+        index=ended.index,
+        mode=ended.mode,
+        tags=ended.tags,
+        rewards=ended.rewards,
+        outcome=ended.outcome,
+        metrics=ended.metrics,
+        policy_version=ended.policy_version,
+        num_calls=len(ended.calls),
+        num_prompt_tokens=sum(len(call.prompt_ids) for call in ended.calls),
+        num_sampled_tokens=sum(len(call.completion_ids) for call in ended.calls),
+        seconds=round(time.monotonic() - episode.started_at, 6),
+    )

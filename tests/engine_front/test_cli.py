@@ -1,0 +1,113 @@
+"""The command `swarm`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SMALL, Served
+from typer.testing import CliRunner
+
+from swarm_engine.cli import app
+from swarm_engine.types import Mode
+
+RUN = CliRunner()
+
+
+def swarm(*words: str, ok: bool = True) -> str:
+    found = RUN.invoke(app, list(words))
+    assert (found.exit_code == 0) == ok, found.output
+    return found.stdout if ok else found.stderr
+
+
+def test_status_start_stop_export_and_timelines_of_a_server_in_its_run_folder(engine: Served) -> None:
+    where = ("--run-dir", str(engine.run_dir))
+    assert "state     ROLLING" in swarm("status", *where)
+    assert json.loads(swarm("status", *where, "--json"))["state"] == "ROLLING"
+    with engine.client() as client, client.episode("t", mode=Mode.EVAL) as episode:
+        episode.chat([{"role": "user", "content": "hi"}], max_tokens=2)
+        episode.end(reward=1.0)
+    shown = swarm("timelines", episode.episode_id, *where)
+    assert "[user user, 10 tokens] '<|im_start|>user\\nhi<|im_end|>\\n'" in shown
+    assert "2 trained" in shown or "1 trained" in shown
+    assert json.loads(swarm("timelines", episode.episode_id, *where, "--json"))["timelines"][0]["agent"] == "main"
+    assert swarm("export", "mine", *where).strip().endswith("exports/mine")
+    assert json.loads(swarm("stop", *where, "--json"))["state"] == "OFFLINE"
+    assert "ROLLING at step 0" in swarm("start", *where)
+
+
+def test_a_server_is_found_by_url_and_token_file_too(engine: Served, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(engine.tokens["observer"])
+    assert "ROLLING" in swarm("status", "--url", engine.url, "--token-file", str(token))
+    assert "may not do this; it takes the role operator" in swarm(
+        "stop", "--url", engine.url, "--token-file", str(token), ok=False
+    )
+
+
+def test_no_server_and_no_token_say_what_to_do(tmp_path: Path) -> None:
+    assert f"no server runs in {tmp_path}; start one with `swarm serve" in swarm(
+        "status", "--run-dir", str(tmp_path), ok=False
+    )
+    said = swarm("status", "--url", "http://127.0.0.1:9", "--token-file", str(tmp_path / "none"), ok=False)
+    assert "holds no token; name the server's with --token-file" in said
+
+
+def test_an_unknown_episode_is_a_message_and_no_traceback(engine: Served) -> None:
+    said = swarm("timelines", "e1", "--run-dir", str(engine.run_dir), ok=False)
+    assert said.strip() == "swarm: there is no episode 'e1'; claim one with POST /swarm/v1/episodes"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "can't be read"), ('{"seeds": 1}', "seeds: Extra inputs are not permitted")],
+)
+def test_a_config_with_a_mistake_ends_serve_before_anything_runs(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    found = RUN.invoke(app, ["serve", "--run-dir", str(tmp_path / "run"), "--config", str(file), "--start"])
+    assert found.exit_code == 2
+    assert message in found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_watch_with_json_prints_one_event_a_line(engine: Served) -> None:
+    command = [sys.executable, "-m", "swarm_engine.cli", "watch", "--json", "--run-dir", str(engine.run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["kind"] == "server"
+        assert json.loads(process.stdout.readline())["kind"] == "config"
+        process.terminate()
+
+
+def test_watch_shows_a_table_until_the_server_goes_away(tmp_path: Path) -> None:
+    from conftest import serve_thread
+
+    with serve_thread(tmp_path / "run") as served:
+        with served.client() as client:
+            client.start(SMALL, wait=True)
+        command = [sys.executable, "-m", "swarm_engine.cli", "watch", "--run-dir", str(served.run_dir)]
+        env = {**os.environ, "COLUMNS": "120"}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        with served.client() as client:
+            for _ in range(4):
+                client.episode("t").end(reward=1.0)
+        time.sleep(3.0)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode in (0, 1)
+    assert "state     ROLLING" in out
+    assert "Traceback" not in err
+
+
+def test_the_default_folder_is_in_the_home_of_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    from swarm_engine.cli import default_run_dir
+
+    monkeypatch.delenv("A3R_HOME", raising=False)
+    assert default_run_dir() == Path(".a3r/swarm")
+    monkeypatch.setenv("A3R_HOME", "/data/lab")
+    assert default_run_dir() == Path("/data/lab/swarm")
