@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -75,13 +76,13 @@ class LiveScreen:
     """A curve that grows."""
 
     def __init__(self, console: Console, title: str, updates: int) -> None:
-        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._drawn)
         self._console = console
         self._title = title
         self._updates = updates
         self._line: list[tuple[float, float]] = []
         self._marks: list[tuple[float, float]] = []
         self._now = "starting"
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._drawn)
 
     def __enter__(self) -> Self:
         self._live.start(refresh=True)
@@ -119,7 +120,7 @@ class LiveScreen:
         return Panel(Group(plot, below, Text(self._now, style="dim")), title=self._title, subtitle=caption)
 
 
-SHOWN = frozenset({"phase", "level", "variance", "warmup", "step", "evaluation"})
+SHOWN = frozenset({"begin", "phase", "level", "variance", "warmup", "step", "evaluation"})
 """Events that people are shown as they come."""
 
 
@@ -178,14 +179,17 @@ def interval(event: Event) -> str:
 def games(samples: Sequence[Sequence[Mapping[str, str]]]) -> Iterator[Panel]:
     """Sample games, move by move. What the model wrote is shown as text, never as markup."""
     for number, moves in enumerate(samples, 1):
-        body = Text()
-        for move in moves:
-            body.append(f"{move['seat']:<9} ", style="bold")
-            body.append(f"{printable(move['text'])}\n")
-            for line in move["note"].splitlines():
-                body.append(f"{'':10}{line}\n", style="dim")
-        body.rstrip()
+        has_boards = any("\n" in move["note"] for move in moves)
+        body = Columns(map(_board_move, moves), padding=(0, 3)) if has_boards else Group(*map(_line_move, moves))
         yield Panel(body, title=f"held-out game {number}, after training", title_align="left")
+
+
+def _line_move(move: Mapping[str, str]) -> Text:
+    return Text.assemble((f"{move['seat']:<9} ", "bold"), f"{printable(move['text']):<12} ", (move["note"], "dim"))
+
+
+def _board_move(move: Mapping[str, str]) -> Text:
+    return Text.assemble((move["seat"], "bold"), f" {printable(move['text'])}\n", (move["note"], "dim"))
 
 
 def printable(text: str) -> str:
