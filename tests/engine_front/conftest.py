@@ -83,13 +83,14 @@ def serve_process(run_dir: Path, *words: str, worker: tuple[str, ...] = (), stdi
 
 
 @contextlib.contextmanager
-def serve_thread(run_dir: Path, **knobs: Any) -> Iterator[Served]:
-    """A front on a thread of this process, with a fake worker in another process: starts in a moment."""
+def serve_thread(run_dir: Path, *, worker: tuple[str, ...] = (), **knobs: Any) -> Iterator[Served]:
+    """A front on a thread of this process, with a worker, fake unless another is named, in its own process."""
+    worker = worker or fake_worker(run_dir, **knobs)
     up: queue.Queue[tuple[Served, asyncio.AbstractEventLoop, asyncio.Event] | BaseException] = queue.Queue()
 
     async def main() -> None:
         ending = asyncio.Event()
-        async with listening(ServeOptions(run_dir, worker_command=fake_worker(run_dir, **knobs))) as front:
+        async with listening(ServeOptions(run_dir, worker_command=worker)) as front:
             tokens = json.loads(front.token_file.read_text())
             up.put((Served(front.url, run_dir, tokens, os.getpid()), asyncio.get_running_loop(), ending))
             await ending.wait()

@@ -1,0 +1,21 @@
+"""The direct example runs as its first lines say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import Served
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "direct.py"
+
+
+def test_the_direct_example_trains_in_at_most_forty_lines(serving: Callable[..., Served]) -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
+    served = serving()
+    command = [sys.executable, str(EXAMPLE), str(served.run_dir), "2"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["1", "2"]
