@@ -19,7 +19,7 @@ from sqlmodel import select
 
 from experiments_db import collect as collect_module
 from experiments_db.collect import Collector
-from experiments_db.derive import fault_of, json_safe, mark_of, number_of, score_of
+from experiments_db.derive import Event, fault_of, json_safe, mark_of, number_of, score_of, store
 from experiments_db.engine import Database, open_database
 from experiments_db.errors import CollectorError, NotFoundError
 from experiments_db.models import (
@@ -280,6 +280,30 @@ def test_episodes_that_ran_when_the_server_went_down_are_dropped_with_it(
     assert [(row.episode_id, row.drop_reason) for row in rows] == [("e1", None), ("e2", "server_ended")]
 
 
+def test_episodes_stored_long_before_their_server_went_down_are_dropped_too(
+    database: Database, experiment_id: str
+) -> None:
+    for event in (
+        Event(1, 1.0, "server", {"server_id": "s1"}),
+        Event(2, 2.0, "claim", claim(1)),
+        Event(3, 3.0, "server", {"server_id": "s1"}),
+    ):
+        with database.write() as session:
+            store(session, experiment_id, "s1", [event])
+    with database.read() as session:
+        assert session.exec(select(EpisodeRow.drop_reason)).all() == ["server_ended"]
+
+
+def test_events_stored_before_are_passed_over(database: Database, experiment_id: str) -> None:
+    events = [Event(seq, float(seq), "step", {"step": seq, "metrics": {"loss": 0.0}}) for seq in range(1, 5)]
+    with database.write() as session:
+        assert store(session, experiment_id, "s1", events[:3]) == 3
+        assert store(session, experiment_id, "s1", events[1:]) == 1
+        assert store(session, experiment_id, "s1", events[::-1]) == 0
+        assert store(session, experiment_id, "s1", []) == 0
+    assert points(database, "loss") == [(0, step, 0.0) for step in range(1, 5)]
+
+
 def test_an_event_of_a_later_version_is_kept_and_nothing_stops(
     swarm: Any, database: Database, experiment_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -532,3 +556,33 @@ def test_an_environment_that_failed_is_nobodys_fault_but_its_own() -> None:
     assert fault_of("success", None) is Fault.ENV
     assert fault_of("truncated", 0.0) is Fault.NONE
     assert fault_of("timeout", None) is Fault.POLICY
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="signals are POSIX")
+def test_the_real_server_is_followed_through_a_kill(database: Database, experiment_id: str, tmp_path: Path) -> None:
+    def serve() -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        command = [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(tmp_path / "swarm")]
+        process = subprocess.Popen(
+            [*command, "--port", port, "--json", "--exit-with-stdin"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert process.stdout
+        return process, json.loads(process.stdout.readline())
+
+    port = "0"
+    first, listening = serve()
+    port = listening["url"].rsplit(":", 1)[1]
+    token = json.loads(Path(listening["token_file"]).read_text())["observer"]
+    collector = Collector(listening["url"], token, database.url, experiment_id)
+    with collector.run_in_thread():
+        with first:
+            collector.drain(1)
+            first.kill()
+        second, _ = serve()
+        with second:  # closes its input, and it ends
+            collector.drain(2)
+    assert second.returncode == 0
+    with database.read() as session:
+        rows = session.exec(select(EngineEvent).order_by(EngineEvent.seq)).all()
+    assert [(row.kind, row.payload["server_id"]) for row in rows] == [("server", listening["server_id"])] * 2
