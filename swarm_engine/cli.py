@@ -153,6 +153,8 @@ def serve(
         run(options, on_listening)
     except (RunDirError, JournalError) as error:
         give_up(str(error), USAGE, as_json)
+    except OSError as error:
+        give_up(f"{error.strerror} ({error.filename}); check the disk and the run folder", USAGE, as_json)
 
 
 @app.command()

@@ -115,7 +115,7 @@ class Engine:
             writes += [MetaWrite("server_id", server_id), MetaWrite("secret", secret), MetaWrite("created", created)]
         self.server_id = server_id
         self.created = datetime.fromisoformat(created)
-        self.roster = Roster(journal, KeyRing(secret), self._gate, self._after_change)
+        self.roster = Roster(journal, KeyRing(secret), self._gate, self._after_change, self._fail)
         writes.append(EventWrite.of("server", server_id=server_id, version=engine_version()))
         if (before := journal.last_state()) not in (None, EngineState.OFFLINE):
             cause = "the server ended without stopping the engine"

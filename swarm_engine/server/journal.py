@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
 import sqlite3
 import threading
@@ -146,6 +147,13 @@ def open_database(path: Path) -> sqlite3.Connection:
     Raises:
         JournalError: the file can't be opened or was written by a newer version.
     """
+    try:
+        # Its keys open episodes, so it is its owner's alone; SQLite gives its side files the same mode.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as error:
+        raise JournalError(
+            f"the journal {path} can't be opened ({error.strerror})", "check the folder", code="journal_unwritable"
+        ) from error
     try:
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
         database.execute("PRAGMA journal_mode=WAL")

@@ -35,6 +35,8 @@ MAX_LIVE_EPISODES = 4096
 """Episodes that run side by side; more claims wait with the reason `full`."""
 EMPTY_GROUP_GRACE_S = 5.0
 """A group without a single completed episode that nobody works on is given up after this, where others wait."""
+BARREN_BATCHES = 3
+"""As many train episodes as this many batches hold may end without a reward in a row; then the engine fails."""
 CLIENT_MEMORY_S = 60.0
 """A client counts as active for this long after its last claim or running episode."""
 
@@ -54,17 +56,28 @@ class _Waiter:
 class Roster:
     """The running, the lost and the completed episodes of a front."""
 
-    def __init__(self, journal: Journal, keys: KeyRing, gate: Gate, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        keys: KeyRing,
+        gate: Gate,
+        on_change: Callable[[], None],
+        on_barren: Callable[[str], None],
+    ) -> None:
         """Begin empty.
 
         Args:
             gate: decides whether a claim can be served now.
             on_change: called when a place was taken, filled or freed.
+            on_barren: called with the reason when episode after episode ends without a reward.
         """
         self._journal = journal
         self._keys = keys
         self._gate = gate
         self._on_change = on_change
+        self._on_barren = on_barren
+        self._num_unjudged = 0
+        """Train episodes in a row that ended without a reward."""
         self._loaded: Loaded | None = None
         self._live: dict[str, LiveEpisode] = {}
         self._lost: dict[str, str] = {}
@@ -81,6 +94,7 @@ class Roster:
     def open(self, loaded: Loaded) -> None:
         """Serve with a freshly booted engine: the journal's completed episodes take their places again."""
         self._loaded = loaded
+        self._num_unjudged = 0
         rows = self._journal.open_episodes()
         self._completed = {row.episode_id: episode_records.validate_json(row.record).episode for row in rows}
         pooled = [
@@ -352,6 +366,7 @@ class Roster:
         request: str,
     ) -> None:
         loaded = self._loaded
+        assert loaded is not None
         episode.close_calls()
         recorded = episode.record(rewards, outcome, metrics)
         drop = _drop_reason(rewards, outcome)
@@ -364,16 +379,29 @@ class Roster:
         episode.ended = self._journal.append(*writes)
         await asyncio.shield(episode.ended)
         self._forget(episode)
-        if self._loaded is None or self._loaded is not loaded:
+        if self._loaded is not loaded:
             # The engine went down meanwhile. The episode is on disk, and the next start finds it there.
             return
         if is_pooled:
+            self._num_unjudged = 0
             self._completed[episode.episode_id] = recorded.episode
             self._loaded.pool.complete(episode.episode_id, rewards)
         elif drop is not None:
             self._vacate(episode)
             self._count_drop(episode, drop)
         self._on_change()
+        if episode.mode is Mode.TRAIN and drop is not None:
+            self._note_unjudged(loaded, drop)
+
+    def _note_unjudged(self, loaded: Loaded, drop: str) -> None:
+        """Without this, a reward function that is broken for every episode looks like a run that is merely slow."""
+        self._num_unjudged += 1
+        trainer = loaded.config.trainer
+        if self._num_unjudged >= BARREN_BATCHES * trainer.group_size * trainer.tasks_per_update:
+            self._on_barren(
+                f"the last {self._num_unjudged} train episodes ended without a reward, the last one as {drop}; "
+                "see their events, mend the environment or the judge, and start again"
+            )
 
     def abort(self, episode_id: str, reason: str) -> None:
         """Take an episode off; its place is given out again.

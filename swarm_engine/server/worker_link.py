@@ -358,7 +358,14 @@ async def _listen(
         path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="swarm-"))) / "worker.sock"
     path.unlink(missing_ok=True)
     cleanup.callback(path.unlink, missing_ok=True)
-    return await loop.create_unix_server(protocol, str(path)), str(path)
+    listener = socket.socket(socket.AF_UNIX)
+    # Whoever can write to the socket can pass for the worker; the run folder may be one that others can enter.
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(mask)
+    return await loop.create_unix_server(protocol, sock=listener), str(path)
 
 
 def _last_line(log: Path, start: int) -> str:

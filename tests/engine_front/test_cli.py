@@ -111,3 +111,10 @@ def test_the_default_folder_is_in_the_home_of_the_lab(monkeypatch: pytest.Monkey
     assert default_run_dir() == Path(".a3r/swarm")
     monkeypatch.setenv("A3R_HOME", "/data/lab")
     assert default_run_dir() == Path("/data/lab/swarm")
+
+
+def test_a_folder_that_can_not_be_used_is_a_message_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = RUN.invoke(app, ["serve", "--run-dir", str(tmp_path / "file" / "run")])
+    assert found.exit_code == 2
+    assert "can't be used" in found.stderr

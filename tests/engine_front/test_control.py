@@ -358,7 +358,7 @@ def test_a_client_that_goes_away_while_its_claim_waits_takes_no_place(serving: C
 def test_a_group_that_nobody_works_on_is_given_up_while_others_wait(serving: Callable[..., Served]) -> None:
     served = serving()
     with served.client() as client:
-        client.start({**SMALL, "lease_s": 0.5}, wait=True)
+        client.start({**SMALL, "lease_s": 1.0}, wait=True)
         done = client.episode("left behind")
         done.end(reward=1.0)
         for _ in range(2):
@@ -376,11 +376,11 @@ def test_a_silent_client_loses_its_episode_and_calls_keep_it(serving: Callable[.
     """B088, B096: the place is given out again, and the late end of the first attempt counts for nothing."""
     served = serving()
     with served.client() as client:
-        client.start({**SMALL, "lease_s": 0.4}, wait=True)
+        client.start({**SMALL, "lease_s": 1.5}, wait=True)
         raw = ask(served, "POST", "/episodes", claim_body(mode="train")).json()
         kept = ask(served, "POST", "/episodes", claim_body(mode="train", task_id="kept")).json()
-        for _ in range(6):
-            time.sleep(0.15)
+        for _ in range(5):
+            time.sleep(0.4)
             assert ask(served, "POST", f"/episodes/{kept['episode_id']}/heartbeat").status_code == 200
         late = ask(served, "POST", f"/episodes/{raw['episode_id']}/end", {"reward": 1.0, "outcome": "success"})
         assert error_of(late) == (410, "episode_lost")
@@ -399,9 +399,9 @@ def test_a_silent_client_loses_its_episode_and_calls_keep_it(serving: Callable[.
 def test_the_clients_heartbeats_keep_a_quiet_episode(serving: Callable[..., Served]) -> None:
     served = serving()
     with served.client() as client:
-        client.start({**SMALL, "lease_s": 0.6}, wait=True)
+        client.start({**SMALL, "lease_s": 1.2}, wait=True)
         with client.episode("thinking", mode=EVAL) as episode:
-            time.sleep(1.5)
+            time.sleep(2.5)
             episode.end(reward=1.0)
 
 

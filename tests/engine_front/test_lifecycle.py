@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
@@ -319,6 +320,22 @@ def limit_pages(run_dir: Path, more: int) -> None:
     database.execute(f"PRAGMA max_page_count={pages + more}")
 
 
+def test_a_judge_that_never_judges_stops_the_run_with_a_reason(serving: Callable[..., Served]) -> None:
+    """B087."""
+    with serving().client() as client:
+        client.start(CONFIG, wait=True)
+        play(client, "a", size=1)
+        for _ in range(11):
+            client.episode("b").end(reward=None)
+        client.episode("b").end(reward=1.0)
+        for _ in range(12):
+            client.episode("b").end(reward=None)
+        status = client.status()
+        assert status.state is EngineState.FAILED
+        assert "last 12 train episodes ended without a reward, the last one as null_reward" in (status.reason or "")
+        assert client.start(wait=True).pool.episodes == 2
+
+
 # Processes
 
 
@@ -362,6 +379,8 @@ def test_a_signal_saves_ends_the_worker_and_exits_with_0(tmp_path: Path, number:
             next(event.payload["cause"] for event in followed if event.kind == "state") == signal.Signals(number).name
         )
     assert not (run_dir / "server.json").exists()
+    assert not (run_dir / "worker.sock").exists()
+    assert stat.S_IMODE((run_dir / "journal.db").stat().st_mode) == 0o600
     assert (run_dir / "checkpoints" / "step-000001" / "weights.json").exists()
     assert "Traceback" not in log_of(run_dir).read_text()
     check_journal(run_dir)
