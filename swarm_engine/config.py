@@ -85,7 +85,7 @@ class TrainerConfig(Frozen):
 class PolicyConfig(Frozen):
     """One named set of weights."""
 
-    model: str = "nano"
+    model: str = "nano-tictactoe"
     """A name from `swarm_engine.models`, or a folder under the server's model root."""
     trainable: bool = True
 
