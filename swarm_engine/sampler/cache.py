@@ -98,6 +98,8 @@ class KeyValueCache:
 
     def claim(self, prompt_T: NDArray[np.int64], match: Match) -> int:
         """Take a free slot for a prompt and put the matched prefix into it; the caller fills the rest."""
+        # First, for growing keeps only what rows are known to hold, and a prefix just copied is not yet among that.
+        self.reserve(len(prompt_T))
         source, shared = match.row, match.num_shared
         is_free_S = ~self._is_running_R[: self.num_slots]
         can_go_on = source < self.num_slots and is_free_S[source] and shared == self.lengths_R[source]
@@ -111,7 +113,6 @@ class KeyValueCache:
                 self._park(slot, spare=source if shared else None)
             if shared and slot != source:
                 self._copy(source, slot, shared)
-        self.reserve(len(prompt_T))
         self.tokens_R_T[slot, : len(prompt_T)] = prompt_T
         self.lengths_R[slot] = shared
         self._promised_R[slot] = len(prompt_T)

@@ -162,6 +162,23 @@ def test_whatever_shares_slots_and_prefixes_the_logprobs_stay_true(
         assert logprobs == pytest.approx(true_logprobs(tiny, prompts[name], ids), abs=1e-4)
 
 
+def test_a_prefix_taken_from_a_running_request_survives_the_growth_it_causes(
+    tiny: LoadedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "INITIAL_TOKENS", 64)
+    sampler = SlotSampler(tiny.model, NO_END, max_running=4)
+    short = words(1, 50)
+    long = [*short, *words(2, 80)]
+    replies = sampler.submit(generate("short", short, 8, seed=1))
+    replies += sampler.step()
+    replies += sampler.submit(generate("long", long, 8, seed=2))
+    while not sampler.is_idle:
+        replies += sampler.step()
+    ids, logprobs, _ = collect(replies)["long"]
+    assert sampler.num_prefilled == 130
+    assert logprobs == pytest.approx(true_logprobs(tiny, long, ids), abs=1e-4)
+
+
 def test_new_weights_serve_no_old_prefix_and_go_on_with_what_runs(tiny: LoadedPolicy) -> None:
     sampler = SlotSampler(tiny.model, NO_END)
     prompt = words(1, 40)

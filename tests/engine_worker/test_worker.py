@@ -9,6 +9,7 @@ import pytest
 import torch
 from episodes import conversations
 from pydantic import ValidationError
+from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
 
 from swarm_engine import worker
@@ -110,11 +111,10 @@ def test_the_same_batches_give_the_same_weights_even_after_a_kill(tiny_dir: Path
         assert weights_of(front.receive(Saved).path or "") == expected
 
 
-def test_a_reply_goes_on_across_an_update_and_says_which_weights_sampled_each_token(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
+def test_a_reply_goes_on_across_an_update_and_says_which_weights_sampled_each_token(tmp_path: Path) -> None:
+    never_ends = build_tiny_model(tmp_path / "models" / "never_ends", eos_token_id=10_000)
     with WorkerProcess(tmp_path) as front:
-        front.boot(tiny_dir.parent, tmp_path / "checkpoints", "tiny")
+        front.boot(never_ends.parent, tmp_path / "checkpoints", never_ends.name)
         front.send(Generate("a", "policy", (5, 6, 7), SamplingParams(300, seed=1, temperature=0.9)))
         front.receive(Sampled)
         front.send(update(1))
@@ -125,9 +125,9 @@ def test_a_reply_goes_on_across_an_update_and_says_which_weights_sampled_each_to
             if isinstance(answer, Sampled):
                 versions += [answer.policy_version] * len(answer.token_ids)
         assert sum(isinstance(answer, Updated) for answer in answers) == 1
-        if len(versions) == 300:
-            assert versions == sorted(versions)
-            assert set(versions) == {0, 1}
+        assert len(versions) == 300
+        assert versions == sorted(versions)
+        assert set(versions) == {0, 1}
 
 
 @pytest.mark.parametrize(
