@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from a3r.prereg.plan import Metric, MetricKind, Plan
@@ -38,8 +38,6 @@ class Contrast:
     arm: str
     difference: Comparison
     """Arm minus reference, paired by seed, failed runs at the worst value."""
-    unpaired: Comparison
-    """The same by Welch, without the pairs: a cross-check that no decision reads."""
     survivors: Comparison | None
     """The paired difference over seeds whose two runs finished; None where there is no such seed, or none failed."""
     p_difference: float
@@ -108,7 +106,6 @@ def contrasts(plan: Plan, runs: Sequence[Run]) -> list[Contrast]:
             Contrast(
                 arm=arm.key,
                 difference=difference,
-                unpaired=welch_t(treated, control),
                 survivors=survivors,
                 p_difference=difference.p_value(),
                 p_equivalent=difference.p_equivalent(plan.metric.margin),
@@ -119,18 +116,16 @@ def contrasts(plan: Plan, runs: Sequence[Run]) -> list[Contrast]:
     differ = holm([contrast.p_difference for contrast in found])
     same = holm([contrast.p_equivalent for contrast in found])
     return [
-        Contrast(
-            arm=contrast.arm,
-            difference=contrast.difference,
-            unpaired=contrast.unpaired,
-            survivors=contrast.survivors,
-            p_difference=p_difference,
-            p_equivalent=p_equivalent,
-            num_failed=contrast.num_failed,
-            num_runs=contrast.num_runs,
-        )
+        replace(contrast, p_difference=p_difference, p_equivalent=p_equivalent)
         for contrast, p_difference, p_equivalent in zip(found, differ, same, strict=True)
     ]
+
+
+def unpaired(plan: Plan, runs: Sequence[Run], arm: str) -> Comparison:
+    """An arm against the reference by Welch, without the pairs: a cross-check that no decision reads."""
+    arms = by_arm(plan, runs)
+    values = [with_worst([run.value for run in arms[key]], plan.metric.worst) for key in (arm, plan.reference.key)]
+    return welch_t(*values)
 
 
 def evidence(plan: Plan, contrast: Contrast, *, times_extended: int, can_extend: bool) -> Evidence:

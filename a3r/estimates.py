@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from a3r.analysis import Run, arm_mean, by_arm, contrasts, metric_of
+from a3r.analysis import Run, arm_mean, by_arm, contrasts, metric_of, unpaired
 from a3r.prereg.plan import MetricKind, Plan, canonical
 from a3r.stats import Comparison, Curve, failure_rate, smallest_difference, spread
 from a3r.stats.compare import mean_of
@@ -200,7 +200,8 @@ def comparison(plan: Plan, records: Sequence[RunRecord], look: int) -> list[Draf
                 params={"margin": plan.metric.margin},
             )
         )
-        found.append(draft("unpaired", "welch_t", contrast.unpaired, p=contrast.unpaired.p_value()))
+        welch = unpaired(plan, runs, contrast.arm)
+        found.append(draft("unpaired", "welch_t", welch, p=welch.p_value()))
         if contrast.survivors is not None:
             found.append(draft("survivors", "paired_t", contrast.survivors, p=contrast.survivors.p_value()))
     return found

@@ -33,6 +33,8 @@ UPDATES = 25
 EVALUATIONS = 5
 """Evaluations after the one before training."""
 SEEDS, EXTRA_SEEDS = 3, 2
+USUAL_WALL_S = 12 * 60.0
+"""What a study may take on the clock where nobody says; more where its first look already costs more."""
 MAX_EPISODES_PER_UPDATE = 4096
 GROUP, TASKS = "trainer.group_size", "trainer.tasks_per_update"
 UPDATES_PATH, EVERY_PATH, GAMES_PATH = "training.updates", "training.eval_every", "training.eval_games"
@@ -78,7 +80,7 @@ def design(reading: Reading, wishes: Wishes) -> Plan:
     evaluations = 1 + sizes.episodes // sizes.between
     cost = START_S + TRAIN_EPISODE_S * sizes.episodes + EVAL_GAME_S * games * (evaluations + 1)
     base = len(arms) * seeds * cost
-    wall = wishes.minutes * 60 if wishes.minutes else max(15 * 60.0, 1.5 * base / wishes.parallel)
+    wall = wishes.minutes * 60 if wishes.minutes else max(USUAL_WALL_S, 1.5 * base / wishes.parallel)
     reference = next(arm for arm in arms if arm.is_reference)
     others = tuple(arm.key for arm in arms if not arm.is_reference)
     return Plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from a3r.prereg.plan import Level, MetricKind, Plan, StageKind
 from a3r.prereg.simulate import Outcome, World, simulate
@@ -44,6 +45,12 @@ class Checked:
 
 def check(plan: Plan, *, num_studies: int = 200) -> Checked:
     """Every check on a plan; the simulation runs only where the tree ends for sure."""
+    return _check(plan.canonical_json(), num_studies)
+
+
+@lru_cache(maxsize=8)
+def _check(plan_json: str, num_studies: int) -> Checked:
+    plan = Plan.model_validate_json(plan_json)
     tree = [_is_total(plan), _terminates(plan)]
     others = [
         _seeds(plan),

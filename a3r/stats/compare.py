@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from scipy.special import stdtr, stdtrit
 
 
@@ -86,12 +85,14 @@ def mean_of(values: Sequence[float]) -> Comparison:
     """
     if not values:
         raise ValueError("the mean of no value does not exist; did every run fail?")
-    array = np.asarray(values, dtype=np.float64)
-    if len(array) == 1:
-        return Comparison(float(array[0]), None, 0, 1)
-    return Comparison(
-        float(array.mean()), _spread_of_equal_is_zero(array) / math.sqrt(len(array)), len(array) - 1, len(array)
-    )
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Comparison(mean, None, 0, 1)
+    # Equal values have no spread at all; rounding of their mean would leave a crumb of one.
+    is_constant = max(values) - min(values) <= 1e-12 * max(1.0, *map(abs, values))
+    variance = 0.0 if is_constant else math.fsum((value - mean) ** 2 for value in values) / (n - 1)
+    return Comparison(mean, math.sqrt(variance / n), n - 1, n)
 
 
 def paired_t(treated: Sequence[float], reference: Sequence[float]) -> Comparison:
@@ -134,8 +135,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = highest
     return adjusted
-
-
-def _spread_of_equal_is_zero(array: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    """Sample standard deviation; exactly 0 for equal values, where rounding of the mean would leave a crumb."""
-    return 0.0 if np.ptp(array) <= 1e-12 * max(1.0, float(np.abs(array).max())) else float(array.std(ddof=1))

@@ -1,4 +1,4 @@
-"""A lab whose trainings are fake and whose everything else is real: graph, database, executor, processes.
+"""A lab whose trainings are fake and whose everything else is real: graph, database, and, where asked for, processes.
 
     python fake_lab.py HOME new QUESTION EFFECTS_JSON      begin a study and run it
     python fake_lab.py HOME go STUDY EFFECTS_JSON          go on with it
@@ -8,17 +8,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import shutil
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from a3r import store
-from a3r.executor import LocalExecutor, supervise
+from a3r.executor import JobSpec, JobState, JobStatus, LocalExecutor, supervise
 from a3r.graph.driver import Approval, drive
 from a3r.graph.state import GRAPH_VERSION, Deps
 from a3r.paths import Home
@@ -66,16 +69,77 @@ class FakeWorkshop:
         return hashlib.sha256(json.dumps(effects, sort_keys=True).encode()).hexdigest()
 
 
+class InProcessExecutor:
+    """Runs a job the first time somebody looks at it, in this process: the fake project takes milliseconds, a start
+    of Python does not."""
+
+    name = "in-process"
+    slots = 2
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._specs: dict[str, JobSpec] = {}
+        self._ended: dict[str, JobStatus] = {}
+        spec = importlib.util.spec_from_file_location("fake_train", HERE / "fake_project" / "train.py")
+        assert spec
+        assert spec.loader
+        self._train = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self._train)
+
+    def submit(self, key: str, spec: JobSpec) -> str:
+        self._specs.setdefault(key, spec)
+        return key
+
+    def poll(self, keys: Iterable[str]) -> dict[str, JobStatus]:
+        return {key: self._run(key) for key in keys if key in self._specs}
+
+    def cancel(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            status = JobStatus(key, JobState.CANCELLED, "cancelled", self._root / key / "stdout.log")
+            self._ended.setdefault(key, status)
+
+    def list(self) -> list[str]:
+        return [*self._specs]
+
+    def tail(self, key: str, lines: int = 15) -> str:
+        return "\n".join((self._root / key / "stderr.log").read_text().splitlines()[-lines:])
+
+    def _run(self, key: str) -> JobStatus:
+        if key not in self._ended:
+            spec, folder = self._specs[key], self._root / key
+            folder.mkdir(parents=True)
+            started = time.time()
+            with (
+                contextlib.chdir(spec.folder),
+                (folder / "stdout.log").open("w") as out,
+                (folder / "stderr.log").open("w") as errors,
+                contextlib.redirect_stdout(out),
+                contextlib.redirect_stderr(errors),
+            ):
+                code = self._train.main(list(spec.command[2:]))
+            state = JobState.FAILED if code else JobState.SUCCEEDED
+            self._ended[key] = JobStatus(
+                key,
+                state,
+                f"exit code {code}",
+                folder / "stdout.log",
+                exit_code=code,
+                started_at=started,
+                ended_at=time.time(),
+            )
+        return self._ended[key]
+
+
 class Lab:
     """A home, and what it takes to run studies there."""
 
-    def __init__(self, root: Path, effects: dict[str, Any] | None = None, slots: int = 4) -> None:
+    def __init__(self, root: Path, effects: dict[str, Any] | None = None, processes: int = 0) -> None:
         module = conftest()
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.deps = Deps(
             database=open_database(home=root),
             home=Home(root),
-            executor=LocalExecutor(root / "jobs", slots),
+            executor=LocalExecutor(root / "jobs", processes) if processes else InProcessExecutor(root / "jobs"),
             catalogue=Catalogue((module.TICTACTOE, module.GRIDWALK)),
             workshop=FakeWorkshop(effects or {}),
             python=sys.executable,
@@ -86,7 +150,7 @@ class Lab:
         study = store.create_study(self.deps.database, question, {"python": "3"}, GRAPH_VERSION)
         paths = self.deps.home.study(study)
         paths.root.mkdir(parents=True)
-        asked = {"seeds": None, "extra_seeds": 2, "updates": 6, "eval_games": 20, "minutes": None, "parallel": 2}
+        asked = {"seeds": None, "extra_seeds": 2, "updates": 5, "eval_games": 10, "minutes": None, "parallel": 2}
         supervise.write_whole(paths.request, {"question": question, "wishes": asked | wishes})
         return study
 
@@ -96,7 +160,7 @@ class Lab:
 
 if __name__ == "__main__":
     home, what, text, effects = sys.argv[1:]
-    lab = Lab(Path(home), json.loads(effects))
+    lab = Lab(Path(home), json.loads(effects), processes=3)
     chosen = lab.begin(text) if what == "new" else text
     print(chosen, flush=True)
     print(lab.go(chosen), flush=True)

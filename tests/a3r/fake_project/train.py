@@ -1,6 +1,6 @@
 """Stands in for a training project: writes the rows that a real one writes, with effects that are known.
 
-`effects.json` beside it says what happens. Like the real one it goes on in the folder it was started in.
+`effects.json` in its folder says what happens. Like the real one it goes on in the folder it was started in.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from experiments_db.engine import open_database
 from experiments_db.models import EngineEvent, EvalItem, EvalRun
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser()
     for name in ("--run-dir", "--seed", "--experiment", "--db"):
         parser.add_argument(name, required=True)
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    effects = json.loads((Path(__file__).parent / "effects.json").read_text())
+    args = parser.parse_args(argv)
+    effects = json.loads(Path("effects.json").read_text())
     seed, folder = int(args.seed), Path(args.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "starts").open("a") as starts:
@@ -104,4 +104,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

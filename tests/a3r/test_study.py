@@ -1,0 +1,426 @@
+"""Whole studies on the real graph and database; only what a training comes to is made up.
+
+Where processes matter (kills, Ctrl-C, lost jobs) the executor and its processes are real too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from sqlmodel import func, select
+
+from a3r import store
+from a3r.errors import A3RError, PlanError, StoppedError, StudyBusyError, StudyVersionError
+from a3r.graph.analyst import affordable
+from a3r.graph.build import build_graph
+from a3r.graph.driver import saver
+from a3r.graph.lease import lease
+from a3r.integrity import check_seeds
+from a3r.prereg.tree import Leaf
+from a3r.report import bundle as bundles
+from a3r.report import write
+from a3r.verify import verify
+from experiments_db.errors import ConflictError
+from experiments_db.models import Claim, Decision, EvalItem, ExperimentStatus, Job, JobState, Study, StudyStatus
+
+HERE = Path(__file__).parent
+EXAMPLE = "Does a group size of 8 learn tic-tac-toe faster than 4 at the same number of episodes?"
+
+
+@pytest.fixture(scope="module")
+def fake_lab() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fake_lab", HERE / "fake_lab.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def lab_in(fake_lab, tmp_path):
+    """Makes labs in this test's home; they are closed with it."""
+    made: list[Any] = []
+
+    def make(effects: dict[str, Any] | None = None, **more: Any) -> Any:
+        made.append(fake_lab.Lab(tmp_path / "home", effects, **more))
+        return made[-1]
+
+    yield make
+    for lab in made:
+        lab.deps.database.close()
+
+
+def leaf_of(lab: Any, study: str) -> Leaf | None:
+    return bundles.load(lab.deps.database, study).leaf_of("group_size=8")
+
+
+def checks(lab: Any, study: str) -> dict[str, bool]:
+    results = verify(lab.deps.database, study, lab.deps.home.study(study), "Tic-tac-toe")
+    return {result.name: result.is_ok for result in results}
+
+
+def test_a_planted_effect_is_found_reported_and_verified(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    assert lab.go(study) is StudyStatus.DONE
+    assert leaf_of(lab, study) is Leaf.SUPERIOR
+    report = (lab.deps.home.study(study).report / "report.md").read_text()
+    assert "Group size 8 learns faster than group size 4 on Tic-tac-toe." in report
+    assert "twice as many" in report
+    assert store.prereg(lab.deps.database, study).sha256 in report
+    assert all(checks(lab, study).values())
+    with lab.deps.database.read() as session:
+        assert session.exec(select(func.count()).select_from(Job)).one() == 6
+        (claim,) = session.exec(select(Claim).where(Claim.key == "group_size=8")).all()
+        assert (claim.strength.value, claim.status.value) == ("supported", "verified")
+    data = json.loads((lab.deps.home.study(study).report / "report.json").read_text())
+    assert data["verdicts"] == [{"arm": "group_size=8", "leaf": "superior"}]
+
+
+def test_no_effect_adds_seeds_once_and_then_says_what_it_can_not_tell(lab_in):
+    lab = lab_in({"*": {"sd": 0.08}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    loaded = bundles.load(lab.deps.database, study)
+    assert loaded.look == 2
+    assert len(loaded.runs) == 10
+    assert {decision.branch for _, decision in loaded.decisions} == {"go_on", "add_seeds", "inconclusive"}
+    report = (lab.deps.home.study(study).report / "report.md").read_text()
+    told = loaded.numbers["noise/smallest_difference/all_seeds"].value
+    assert f"a difference under {told:.3f} can't be told with 5 seeds" in report
+    assert all(checks(lab, study).values())
+
+
+def test_a_budget_that_is_used_up_adds_no_seeds(plan_of):
+    plan = plan_of()
+    run = store.RunView(
+        "e", "k", "a", 1, 0, ExperimentStatus.DONE, None, Path(), "b", "j", "k.1", JobState.SUCCEEDED, 1, 0.0
+    )
+
+    def can_add(seconds: float) -> bool:
+        return affordable(plan, [dataclasses.replace(run, seconds=seconds)] * 6, stage=1)[0]
+
+    # 6 runs so far and 4 more, on 2 places for 12 minutes: 1440 s, 144 s each.
+    assert plan.budget.job_seconds == 1440
+    assert can_add(143.0)
+    assert not can_add(145.0)
+    assert affordable(plan, [run], stage=2) == (False, "no seeds are left to add")
+
+
+def test_failing_runs_are_counted_and_decide_nothing(lab_in):
+    lab = lab_in({"group_size=8": {"fail_seeds": [1, 2, 3], "rise": 0.9}})
+    study = lab.begin(EXAMPLE)
+    assert lab.go(study) is StudyStatus.DONE
+    assert leaf_of(lab, study) is Leaf.TOO_MANY_FAILURES
+    report = (lab.deps.home.study(study).report / "report.md").read_text()
+    assert "3 of 6 runs failed" in report
+    assert "CUDA is on fire" in report
+    with lab.deps.database.read() as session:
+        states = [job.state for job in session.exec(select(Job))]
+    assert states.count(JobState.FAILED_CODE) == 3, "a run that fails by itself is not tried again"
+    assert all(checks(lab, study).values())
+
+
+def test_a_reference_that_fails_ends_the_study_before_the_other_arms_are_paid(lab_in):
+    lab = lab_in({"group_size=4": {"fail_seeds": [1, 2]}})
+    study = lab.begin(EXAMPLE)
+    assert lab.go(study) is StudyStatus.DONE
+    assert len(bundles.load(lab.deps.database, study).runs) == 3
+    assert "no other level was tried" in (lab.deps.home.study(study).report / "report.md").read_text()
+    assert all(checks(lab, study).values())
+
+
+def test_exit_code_0_without_results_is_a_failure(lab_in):
+    lab = lab_in({"*": {"is_silent": True}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    runs = bundles.load(lab.deps.database, study).runs
+    assert {run.reason for run in runs} == {"exit code 0, but it left no results.json"}
+
+
+def test_a_run_with_another_config_is_quarantined(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    build = lab.deps.workshop.build
+
+    def wrong(plan: Any, arm: Any, folder: Path) -> str:
+        sha = build(plan, arm, folder)
+        if arm.level == 8:
+            effects = json.loads((folder / "effects.json").read_text())
+            effects["trainer"]["learning_rate"] = 0.5
+            (folder / "effects.json").write_text(json.dumps(effects))
+        return str(sha)
+
+    lab.deps.workshop.build = wrong
+    lab.go(study)
+    loaded = bundles.load(lab.deps.database, study)
+    assert leaf_of(lab, study) is Leaf.TOO_MANY_FAILURES
+    assert {run.status.value for run in loaded.runs if run.arm == "group_size=8"} == {"quarantined"}
+    assert "learning_rate is 0.5, planned 0.001" in loaded.findings[0].message
+
+
+def test_two_identical_seeds_are_noticed(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    records = bundles.load(lab.deps.database, study).records
+    assert check_seeds(records) == []
+    (problem,) = check_seeds([*records, records[0]])
+    assert "same scores" in problem.message
+
+
+def test_a_turned_down_plan_runs_nothing(lab_in):
+    lab = lab_in()
+    study = lab.begin(EXAMPLE)
+    assert lab.go(study, is_approved=False) is StudyStatus.ABANDONED
+    with lab.deps.database.read() as session:
+        assert session.exec(select(Job)).all() == []
+    assert lab.go(study) is StudyStatus.ABANDONED, "an ended study stays ended"
+
+
+def test_a_plan_that_was_changed_between_showing_and_locking_is_refused(lab_in, fake_lab):
+    lab = lab_in()
+    study = lab.begin(EXAMPLE)
+    path = lab.deps.home.study(study).plan
+
+    def tamper(_: Any) -> Any:
+        plan = json.loads(path.read_text())
+        plan["alpha"] = 0.4
+        path.write_text(json.dumps(plan))
+        return fake_lab.Approval(True, "test")
+
+    with pytest.raises(PlanError, match="not the plan that was shown"):
+        fake_lab.drive(study, lab.deps, tamper)
+
+
+def test_a_locked_plan_can_not_be_changed_in_the_database(lab_in):
+    lab = lab_in()
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    with pytest.raises(ConflictError, match="locked plan"), lab.deps.database.write() as session:
+        session.connection().exec_driver_sql("UPDATE prereg SET canonical_json = '{}'")
+
+
+def test_verify_notices_a_changed_score_and_a_changed_report(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    page = lab.deps.home.study(study).report / "report.html"
+    page.write_text(page.read_text().replace("faster", "slower"))
+    assert [name for name, is_ok in checks(lab, study).items() if not is_ok] == ["report.html"]
+    with lab.deps.database.write() as session:
+        item = session.exec(select(EvalItem)).first()
+        assert item
+        item.score = 0.99
+        session.add(item)
+    assert checks(lab, study)["numbers"] is False
+
+
+def test_verify_notices_a_decision_that_the_tree_did_not_take(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    with lab.deps.database.write() as session:
+        decision = session.exec(select(Decision).where(Decision.branch == "superior")).one()
+        decision.branch = "inferior"
+        session.add(decision)
+    assert checks(lab, study)["decisions"] is False
+
+
+def test_text_from_the_user_and_from_logs_is_escaped(lab_in):
+    lab = lab_in({"group_size=8": {"fail_seeds": [1]}})
+    question = EXAMPLE + " <script>alert()</script> | **bold** [x](javascript:y)"
+    study = lab.begin(question)
+    lab.go(study)
+    report = lab.deps.home.study(study).report
+    page, text = (report / "report.html").read_text(), (report / "report.md").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "<script" not in re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert r"\*\*bold\*\*" in text
+    assert "http" not in re.sub(r'xmlns="[^"]*"', "", page).replace("http-equiv", ""), "the page loads nothing"
+
+
+def test_a_second_process_on_one_study_is_refused(lab_in):
+    lab = lab_in()
+    study = lab.begin(EXAMPLE)
+    with lease(lab.deps.home.study(study).lock, study), pytest.raises(StudyBusyError, match=str(os.getpid())):
+        lab.go(study)
+    assert lab.go(study) is StudyStatus.DONE
+
+
+def test_a_study_of_another_graph_version_is_refused(lab_in):
+    lab = lab_in()
+    study = lab.begin(EXAMPLE)
+    with lab.deps.database.write() as session:
+        row = session.get(Study, study)
+        assert row
+        row.graph_version = "0"
+        session.add(row)
+    with pytest.raises(StudyVersionError, match="version 0"):
+        lab.go(study)
+
+
+def test_the_checkpoint_holds_ids_and_stays_small(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    with saver(lab.deps.home.study(study).checkpoints) as checkpointer:
+        state = build_graph(lab.deps, checkpointer).get_state({"configurable": {"thread_id": study}}).values
+    assert len(json.dumps(state)) < 1000
+    assert set(state) == {"study_id", "graph_version", "plan_sha", "is_approved", "stage", "leaf"}
+
+
+def test_ctrl_c_cancels_what_runs_keeps_what_is_done_and_resume_goes_on(lab_in):
+    lab = lab_in({"*": {"step_s": 0.1}, "group_size=8": {"rise": 0.6}}, processes=2)
+    study = lab.begin(EXAMPLE)
+    tell = lab.deps.tell
+
+    def interrupt_at_the_comparison(kind: str, /, **fields: Any) -> None:
+        tell(kind, **fields)
+        if kind == "jobs" and fields["stage"] == 1 and any(status.pid for status in fields["statuses"].values()):
+            raise KeyboardInterrupt
+
+    lab.deps.tell = interrupt_at_the_comparison
+    with pytest.raises(
+        StoppedError, match=f"3 finished runs are kept, 3 were cancelled.*a3r resume {study}"
+    ) as stopped:
+        lab.go(study)
+    assert stopped.value.exit_code == 130
+    assert store.study(lab.deps.database, study).status is StudyStatus.PAUSED
+    lab.deps.tell = tell
+    assert lab.go(study) is StudyStatus.DONE
+    assert leaf_of(lab, study) is Leaf.SUPERIOR
+    runs = bundles.load(lab.deps.database, study).runs
+    assert {run.arm: run.attempt for run in runs} == {"group_size=4": 1, "group_size=8": 2}
+    assert "3 starts were repeated" in (lab.deps.home.study(study).report / "report.md").read_text()
+
+
+def test_a_step_that_fails_says_so_and_can_be_done_again(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    build = lab.deps.workshop.build
+
+    def broken(*_: Any) -> str:
+        raise A3RError("no room left")
+
+    lab.deps.workshop.build = broken
+    with pytest.raises(A3RError, match="no room left"):
+        lab.go(study)
+    assert store.study(lab.deps.database, study).status_reason == "no room left"
+    lab.deps.workshop.build = build
+    assert lab.go(study) is StudyStatus.DONE
+
+
+def start(home: Path, *words: str) -> subprocess.Popen[str]:
+    """A lab in a process of its own, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "fake_lab.py"), str(home), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_study_killed_again_and_again_submits_each_job_once_and_ends_as_if_it_had_not_been(tmp_path, lab_in, seed):
+    home, rng = tmp_path / "home", random.Random(seed)
+    effects = json.dumps({"*": {"step_s": 0.05}, "group_size=8": {"rise": 0.6}})
+    process = start(home, "new", EXAMPLE, effects)
+    assert process.stdout
+    study = process.stdout.readline().strip()
+    kills = 0
+    while True:
+        try:
+            out, _ = process.communicate(timeout=rng.uniform(0.4, 3.0) if kills < 8 else 120)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            kills += 1
+            process = start(home, "go", study, effects)
+            continue
+        if process.returncode == 0:
+            break
+        raise AssertionError(out)
+    assert kills >= 3
+    lab = lab_in()
+    loaded = bundles.load(lab.deps.database, study)
+    assert loaded.leaf_of("group_size=8") is Leaf.SUPERIOR
+    with lab.deps.database.read() as session:
+        jobs = session.exec(select(Job)).all()
+        assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+        assert len(jobs) == len({job.experiment_id for job in jobs}) == 6
+        assert session.exec(select(func.count()).select_from(Decision)).one() == 2
+    starts = [path.read_text() for path in home.glob("studies/*/runs/*/starts")]
+    assert starts == ["start\n"] * 6, "each run was started once"
+    assert all(checks(lab, study).values())
+
+
+def test_a_lost_job_is_started_again_as_a_new_attempt(lab_in):
+    lab = lab_in({"*": {"step_s": 0.1}, "group_size=8": {"rise": 0.6}}, processes=3)
+    study = lab.begin(EXAMPLE)
+    tell, killed = lab.deps.tell, []
+
+    def kill_one(kind: str, /, **fields: Any) -> None:
+        tell(kind, **fields)
+        running = [status for status in fields.get("statuses", {}).values() if status.pid]
+        if running and not killed:
+            killed.append(running[0].key)
+            os.kill(running[0].pid, signal.SIGKILL)
+
+    lab.deps.tell = kill_one
+    assert lab.go(study) is StudyStatus.DONE
+    with lab.deps.database.read() as session:
+        states = {job.key: job.state for job in session.exec(select(Job))}
+    assert states[killed[0]] is JobState.LOST
+    assert len(states) == 7
+    assert leaf_of(lab, study) is Leaf.SUPERIOR
+
+
+def test_the_report_has_all_its_sections_in_order(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    titles = re.findall(r"^## (.*)$", (lab.deps.home.study(study).report / "report.md").read_text(), flags=re.MULTILINE)
+    assert titles == [
+        "Answer",
+        "What was asked, and what was assumed",
+        "Pre-registration",
+        "Design",
+        "Noise floor, and the smallest difference that can be told",
+        "Results",
+        "Decisions",
+        "Claims by strength",
+        "What was not tested",
+        "Failures and quarantines",
+        "Cost",
+        "Reproduce",
+        "Every number",
+    ]
+    assert write.verdicts(bundles.load(lab.deps.database, study)) == [("group_size=8", Leaf.SUPERIOR)]
+
+
+def test_episodes_to_a_threshold_keep_the_runs_that_never_reach_it(lab_in):
+    lab = lab_in({"group_size=4": {"rise": 0.1}, "group_size=8": {"rise": 0.6}})
+    study = lab.begin("Does a group size of 8 need fewer episodes to reach 0.6 on tic-tac-toe than 4?")
+    lab.go(study)
+    loaded = bundles.load(lab.deps.database, study)
+    assert [loaded.numbers[f"run/group_size=4/s{seed}"].value for seed in (1, 2, 3)] == [320.0] * 3
+    assert loaded.leaf_of("group_size=8") is Leaf.SUPERIOR
+    assert "not reached" in (lab.deps.home.study(study).report / "report.md").read_text()
+    assert all(checks(lab, study).values())
