@@ -297,6 +297,13 @@ def test_a_connection_is_used_again_and_one_that_was_hung_up_while_idle_is_repla
     assert len(odd.requests) == 3
 
 
+def test_a_connection_that_is_hung_up_just_as_it_is_used_again_is_replaced() -> None:
+    ok = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
+    found, odd = ask([ok, b""], [ok], times=2)
+    assert found == [(200, b"")] * 2
+    assert len(odd.requests) == 3
+
+
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel", b"", b"SSH-2.0-x\r\n\r\n"])
 def test_an_answer_that_breaks_off_or_is_no_http_is_an_error(answer: bytes) -> None:
     ((error,), _) = ask([answer])

@@ -229,9 +229,12 @@ def test_the_context_bounds_the_reply_and_a_prompt_without_room_is_named(serving
             episode.end(reward=0.0)
 
 
-def test_a_stop_string_ends_the_reply_before_it_and_the_ids_keep_its_token(serving: Callable[..., Served]) -> None:
+@pytest.mark.parametrize("token_s", [0.0, 0.005], ids=["at once", "one by one"])
+def test_a_stop_string_ends_the_reply_before_it_and_the_ids_keep_its_token(
+    serving: Callable[..., Served], token_s: float
+) -> None:
     """B085, through HTTP, streamed and whole."""
-    served = serving(replies=[[*ids("x"), 259, *ids("yz"), END_ID]], token_s=0.005)
+    served = serving(replies=[[*ids("x"), 259, *ids("yz"), END_ID]], token_s=token_s)
     with served.client() as client:
         client.start(SMALL, wait=True)
         with client.episode("t", mode=Mode.EVAL) as episode:

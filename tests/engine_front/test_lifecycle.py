@@ -268,9 +268,7 @@ def test_a_worker_that_is_killed_fails_the_engine_and_a_start_loses_nothing(serv
     check_journal(served.run_dir)
 
 
-def test_a_worker_that_is_killed_while_it_updates_trains_the_batch_at_the_next_start(
-    serving: Callable[..., Served],
-) -> None:
+def test_a_batch_whose_update_was_killed_is_trained_at_the_next_start(serving: Callable[..., Served]) -> None:
     served = serving(update_s=0.5)
     with served.client() as client:
         client.start(CONFIG, wait=True)
