@@ -13,26 +13,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments_db.intervals import Interval, t_interval
 from swarm_engine.models import resolve
 from swarm_engine.models.loading import load_policy, save_policy
 from swarm_engine.trainer.cloning import Recipe, Sample, clone, encode
 from vibe import library, render, warmup
 from vibe.project import RESULTS_FILE, ProjectSpec, Training, game_of, project_for
 from vibe.runtime import MODELS
-from vibe.stats import Interval, t_interval
 
 GAMES = ("tictactoe", "spy")
 NUM_SEEDS = 3
@@ -61,6 +60,13 @@ def interval_of(event: dict[str, Any]) -> Interval:
     """The mean and interval of an evaluation or a level."""
     low, high = event["ci"]
     return Interval(event["mean"], low, high, event["n_groups"])
+
+
+def over_seeds(values: Sequence[float]) -> Interval:
+    """The mean of one value a seed."""
+    interval = t_interval(values)
+    assert interval, "there is at least one seed"
+    return interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +146,7 @@ def learning(bench: Bench, game: str) -> Iterator[Row]:
     for event in runs[0].results["levels"]:
         yield bench.row(game, f"{event['player']} play", interval_of(event))
     for temperature, how in ((1, "temperature 1"), (0, "greedy")):
-        yield bench.row(game, f"rise, {how}", t_interval([run.rise(temperature) for run in runs]))
+        yield bench.row(game, f"rise, {how}", over_seeds([run.rise(temperature) for run in runs]))
 
 
 def shuffled(bench: Bench, game: str) -> Iterator[Row]:
@@ -149,7 +155,7 @@ def shuffled(bench: Bench, game: str) -> Iterator[Row]:
     runs = [bench.train(project, f"{game}-shuffled", seed, "--shuffle-rewards") for seed in bench.seeds]
     for temperature, how in ((1, "temperature 1"), (0, "greedy")):
         rises = [run.rise(temperature) for run in runs]
-        yield bench.row(f"{game}, shuffled rewards", f"rise, {how}", t_interval(rises))
+        yield bench.row(f"{game}, shuffled rewards", f"rise, {how}", over_seeds(rises))
 
 
 def cloning(bench: Bench, game: str) -> Iterator[Row]:
@@ -165,7 +171,7 @@ def cloning(bench: Bench, game: str) -> Iterator[Row]:
         runs.append(bench.train(project, name, seed, "--updates", "0", models=models))
     for temperature, how in ((1, "temperature 1"), (0, "greedy")):
         levels = [run.level("before", temperature).mean for run in runs]
-        yield bench.row(f"{game}, cloning on", f"level, {how}", t_interval(levels))
+        yield bench.row(f"{game}, cloning on", f"level, {how}", over_seeds(levels))
 
 
 def warm_up_samples(spec: ProjectSpec) -> list[Sample]:
@@ -247,19 +253,11 @@ def main() -> int:
                     rows.append(row)
                     print(show(row), flush=True)
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in finite(rows)], indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     if not args.quick:
         for is_kept, text in promises(rows, games):
             print("kept  " if is_kept else "MISSED", text)
     return 0
-
-
-def finite(rows: Sequence[Row]) -> list[Row]:
-    """Rows without the infinite ends that an interval over a single seed has; JSON has no word for them."""
-    return [
-        row if row.ci_low is None or math.isfinite(row.ci_low) else replace(row, ci_low=None, ci_high=None)
-        for row in rows
-    ]
 
 
 if __name__ == "__main__":

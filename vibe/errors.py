@@ -40,6 +40,10 @@ class TooSmallError(VibeError):
     exit_code = 3
 
 
+class GameError(VibeError):
+    """The games end without anybody being judged."""
+
+
 class SwarmFailedError(VibeError):
     """The engine can't be reached, does not come up, or fails again after a new start."""
 

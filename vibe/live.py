@@ -14,7 +14,7 @@ from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmE
 from swarm_engine.config import EngineConfig
 from swarm_engine.types import EngineState, Mode, Outcome
 from vibe.embedded import Swarm
-from vibe.errors import SwarmFailedError, UsageError
+from vibe.errors import GameError, UsageError
 
 T = TypeVar("T")
 
@@ -181,6 +181,7 @@ class LiveSwarm:
         Args:
             play: how to play, given how many episodes run side by side until the update.
         Raises:
+            GameError: the games go on ending without a reward.
             SwarmFailedError: the engine failed, also after a new start.
         """
         await self._surviving(lambda: self._fill(step, tasks, play))
@@ -201,7 +202,7 @@ class LiveSwarm:
                 rest = [(task, missing[task.task_id]) for task in tasks if task.task_id in missing]
                 await asyncio.gather(*(self._run([task], how, count, Mode.TRAIN, None) for task, count in rest))
             await self._catch_up()
-        raise SwarmFailedError(
+        raise GameError(
             f"update {step} still lacks episodes after {MAX_ROUNDS} rounds of play: its games end without a reward; "
             "look for env_error among the run's drops"
         )

@@ -1,10 +1,8 @@
-"""Curves: as text for the terminal, as a picture for the report. Pure; reading events is somebody else's."""
+"""A curve as text, for the terminal. The picture is drawn from the database by `experiments_db.plots`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 BRAILLE = 0x2800
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -52,46 +50,3 @@ def in_text(line: Sequence[Point], marks: Sequence[Point], *, width: int, height
         rows[row // 4][column // 2] = MARK
     labels = {0: f"{high:6.2f}", height - 1: f"{low:6.2f}"}
     return [f"{labels.get(number, ''):>6} ┤{''.join(row)}" for number, row in enumerate(rows)]
-
-
-def save_picture(record: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """The curve of a training as a PNG: training reward, held-out evaluations with 95% intervals, scripted levels.
-
-    Args:
-        record: the events of the training.
-    """
-    # Imported here: drawing takes longer to load than the rest of a command.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    steps = [event for event in record if event["event"] == "step" and event["metrics"].get("reward_mean") is not None]
-    axes.plot(
-        [event["step"] for event in steps],
-        [event["metrics"]["reward_mean"] for event in steps],
-        color="0.7",
-        label="training games, temperature 1",
-    )
-    for temperature, label, color in ((1, "held-out games, temperature 1", "C0"), (0, "held-out games, greedy", "C1")):
-        found = [event for event in record if event["event"] == "evaluation" and event["temperature"] == temperature]
-        if found:
-            means = [event["mean"] for event in found]
-            spread = [
-                [event["mean"] - event["ci"][0] for event in found],
-                [event["ci"][1] - event["mean"] for event in found],
-            ]
-            axes.errorbar(
-                [event["step"] for event in found], means, spread, fmt="o-", color=color, capsize=3, label=label
-            )
-    for event in record:
-        if event["event"] == "level":
-            axes.axhline(
-                event["mean"], color="0.4", linewidth=0.8, linestyle={"random": ":"}.get(event["player"], "--")
-            )
-            name = "random legal play" if event["player"] == "random" else f"{event['player']} player"
-            axes.annotate(name, (0, event["mean"]), xytext=(2, 2), textcoords="offset points", fontsize=7, color="0.4")
-    axes.set(title=title, xlabel="update", ylabel="reward")
-    axes.legend(fontsize=8)
-    figure.savefig(path)

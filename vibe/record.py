@@ -104,13 +104,11 @@ def in_words(event: Event) -> str:
                 f"entropy {_number(metrics.get('entropy'))}  {event['seconds']:.1f} s"
             )
         case "level":
-            return (
-                f"{event['player']} play: {_number(event['mean'])} {_range(event['ci'])} over {event['n_groups']} games"
-            )
+            return f"{event['player']} play: {with_interval(event)} over {event['n_groups']} games"
         case "evaluation":
             how = "greedy" if event["temperature"] == 0 else f"temperature {event['temperature']:g}"
             return (
-                f"{event['label']} (step {event['step']}), {how}: {_number(event['mean'])} {_range(event['ci'])} "
+                f"{event['label']} (step {event['step']}), {how}: {with_interval(event)} "
                 f"over {event['n_groups']} held-out games"
             )
         case "result":
@@ -120,13 +118,14 @@ def in_words(event: Event) -> str:
             return f"{kind}: {rest}"
 
 
+def with_interval(event: Event) -> str:
+    """The mean of an evaluation or a level with its interval."""
+    low, high = event["ci"]
+    return f"{event['mean']:.3f} [{_number(low).strip()}, {_number(high).strip()}]"
+
+
 def _number(value: float | None) -> str:
     return "    –" if value is None else f"{value:5.3f}"
-
-
-def _range(interval: list[float | None]) -> str:
-    low, high = interval
-    return f"[{_number(low).strip()}, {_number(high).strip()}]"
 
 
 def _finite(value: Any) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 
 from experiments_db.engine import home_folder
 from experiments_db.errors import ExperimentsDbError
+from experiments_db.intervals import t_interval
 from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, Task
 from swarm_engine.config import EngineConfig, PolicyConfig
 from swarm_engine.types import Mode, Outcome
@@ -30,12 +31,11 @@ from vibe import library, seeds, warmup
 from vibe.control import Shuffled
 from vibe.embedded import Swarm, embedded_swarm, read_token
 from vibe.envs import Env, EnvCrashedError, EnvHost, EnvTimeoutError
-from vibe.errors import INTERRUPTED, StoppedError, TooSmallError, UsageError, VibeError
+from vibe.errors import INTERRUPTED, GameError, StoppedError, TooSmallError, UsageError, VibeError
 from vibe.live import LiveSwarm, Play
 from vibe.project import POLICY, RESULTS_FILE, ProjectSpec, parse_changes
 from vibe.record import Record
 from vibe.run_folder import locked
-from vibe.stats import share_with_variance, t_interval
 
 MODELS = "models"
 """Folder of warmed-up weights: in A3R_HOME those ever made, in a run's folder those its server may load."""
@@ -224,6 +224,7 @@ class Run:
                 rewards.append(mean_reward(turn["rewards"]))
             await env.close()
             interval = t_interval(rewards)
+            assert interval, "an evaluation has at least two games"
             ends = [interval.low, interval.high]
             self.record.emit("level", player=player, mean=interval.mean, ci=ends, n_groups=interval.n)
 
@@ -240,7 +241,7 @@ class Run:
                 Task(f"probe-{i}", {"seed": seeds.train_seed(self.seed, "probe", i)}) for i in range(NUM_PROBE_GROUPS)
             ]
             results = await self.live.play(games, self._play(temperature=1), mode=Mode.DEBUG, group_size=group_size)
-            share = share_with_variance([list(rewards) for rewards in by_agent(results)])
+            share = share_with_variance(by_agent(results))
             event = self.record.emit("variance", share=share, n_groups=len(games), limit=MIN_SHARE_WITH_VARIANCE)
         if event["share"] < MIN_SHARE_WITH_VARIANCE:
             raise TooSmallError(
@@ -300,6 +301,8 @@ class Run:
         )
         rewards = [mean_reward(result.rewards) for result in results if is_judged(result)]
         interval = t_interval(rewards)
+        if interval is None:
+            raise GameError(f"none of the {len(games)} held-out games could be judged; the record says why")
         self.record.emit(
             "evaluation",
             **place,
@@ -393,19 +396,24 @@ def mean_reward(rewards: Mapping[str, float | None]) -> float:
     return sum(judged) / len(judged)
 
 
+def share_with_variance(rewards_by_group: Sequence[Sequence[float]]) -> float:
+    """Share of groups whose rewards differ at all; 0 where there is no group."""
+    return sum(len(set(rewards)) > 1 for rewards in rewards_by_group) / max(len(rewards_by_group), 1)
+
+
 def is_judged(result: EpisodeResult) -> bool:
     """Whether anybody in an episode got a reward."""
     return any(reward is not None for reward in result.rewards.values())
 
 
-def by_agent(results: Iterable[EpisodeResult]) -> Iterable[list[float]]:
+def by_agent(results: Iterable[EpisodeResult]) -> list[list[float]]:
     """Rewards of each task's agents over its episodes: what each is measured against."""
     groups: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for result in results:
         for agent, reward in result.rewards.items():
             if reward is not None:
                 groups[result.task_id, agent].append(reward)
-    return groups.values()
+    return list(groups.values())
 
 
 def copy_model(source: Path, target: Path) -> None:

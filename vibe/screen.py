@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vibe.plot import in_text
-from vibe.record import Event, in_words
+from vibe.record import Event, in_words, with_interval
 from vibe.spec import GameSpec
 
 PLOT_HEIGHT = 12
@@ -163,17 +163,15 @@ def results(evaluations: Sequence[Event], levels: Sequence[Event]) -> Table:
         found = {event["label"]: event for event in evaluations if event["temperature"] == temperature}
         if "before" in found and "after" in found:
             games = str(found["after"]["n_groups"])
-            table.add_row(name, interval(found["before"]), interval(found["after"]), games)
+            table.add_row(name, with_interval(found["before"]), with_interval(found["after"]), games)
     for level in levels:
-        name = "random legal play" if level["player"] == "random" else f"{level['player']} player"
-        table.add_row(Text(name, style="dim"), "", interval(level), str(level["n_groups"]))
+        table.add_row(Text(level_name(level), style="dim"), "", with_interval(level), str(level["n_groups"]))
     return table
 
 
-def interval(event: Event) -> str:
-    """A mean with its interval."""
-    low, high = event["ci"]
-    return f"{event['mean']:.3f} [{low:.3f}, {high:.3f}]"
+def level_name(level: Event) -> str:
+    """Whose level it is, for people."""
+    return "random legal play" if level["player"] == "random" else f"{level['player']} player"
 
 
 def games(samples: Sequence[Sequence[Mapping[str, str]]]) -> Iterator[Panel]:

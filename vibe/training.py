@@ -24,9 +24,11 @@ from rich.text import Text
 
 from experiments_db.engine import HOME_VARIABLE, Database, default_url, home_folder, open_database
 from experiments_db.models import JobState, StudyKind
+from experiments_db.plots import plot_runs
+from experiments_db.queries import HELD_OUT
 from experiments_db.ulid import new_ulid
 from experiments_db.writes import Attempt, begin_attempt, create_single_run, record_job
-from vibe import library, plot, render, screen
+from vibe import library, render, screen
 from vibe.brain import BRAINS
 from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError, UsageError
 from vibe.project import RESULTS_FILE, ProjectSpec, project_for
@@ -120,10 +122,11 @@ def train_from_words(request: Request) -> None:
     written = write_from_words(request)
     run_dir = (request.run_dir or home_folder() / RUNS / new_ulid()).resolve()
     refuse_if_taken(run_dir)
-    database = open_database()
-    experiment, attempt = begin(database, request, written, run_dir)
-    with recorded(database, attempt):
-        watch(request, written, run_dir, experiment)
+    with open_database() as database:
+        experiment, attempt = begin(database, request, written, run_dir)
+        with recorded(database, attempt):
+            watch(request, written, run_dir, experiment)
+        draw(database, experiment, written, run_dir)
     show_results(request, written, run_dir, experiment)
 
 
@@ -271,13 +274,20 @@ class Forwarded:
             os.killpg(self._group, number)
 
 
+def draw(database: Database, experiment: str, written: Written, run_dir: Path) -> None:
+    """The held-out curve of the run, beside what scripted players earn."""
+    levels = [event for event in read(run_dir / RECORD_FILE) if event["event"] == "level"]
+    across = {screen.level_name(level): level["mean"] for level in levels}
+    with database.read() as session:
+        plot_runs(session, [experiment], HELD_OUT, run_dir / CURVE_FILE, levels=across, title=written.spec.title)
+
+
 def show_results(request: Request, written: Written, run_dir: Path, experiment: str) -> None:
     """Before and after, three games, the curve, and where everything is."""
     record = list(read(run_dir / RECORD_FILE))
     evaluations = [event for event in record if event["event"] == "evaluation"]
     levels = [event for event in record if event["event"] == "level"]
     curve = run_dir / CURVE_FILE
-    plot.save_picture(record, written.spec.title, curve)
     sampled = [event for event in evaluations if event["temperature"] == 1]
     if request.as_json:
         screen.emit(
