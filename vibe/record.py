@@ -69,7 +69,8 @@ def read(path: Path) -> Iterator[Event]:
         return
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} can't be read ({error}); start in another folder with --run-dir") from error
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+    # Only a line feed ends an event; `splitlines` would cut at U+2028 too, which JSON leaves as it is in its strings.
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             event = json.loads(line)
         except json.JSONDecodeError as error:

@@ -59,3 +59,9 @@ def test_a_record_that_is_none_is_refused_with_the_line(tmp_path: Path) -> None:
     (tmp_path / RECORD_FILE).write_text("{}\nshopping list\n", encoding="utf-8")
     with pytest.raises(UsageError, match=r"line 2 is no event.*--run-dir"):
         Record(tmp_path, as_json=True, out=io.StringIO())
+
+
+def test_a_line_separator_in_what_a_model_wrote_ends_no_line(tmp_path: Path) -> None:
+    text = "one\u2028two\u2029three\x85four"
+    Record(tmp_path, as_json=True, out=io.StringIO()).emit("phase", text=text)
+    assert [event["text"] for event in read(tmp_path / RECORD_FILE)] == [text]
