@@ -35,12 +35,14 @@ def deal(rewards: Mapping[Key, Rewards], seed: int) -> dict[Key, Rewards]:
 class Shuffled:
     """Plays as `play` does; an episode ends when all have come to their end, and with another's reward.
 
-    So all episodes of the update have to run side by side.
+    So all episodes of the update have to run side by side. One that ends without a reward, for its environment failed,
+    has nothing to change hands: it ends at once, and the others do not wait for it.
     """
 
     def __init__(self, play: Play, num_episodes: int, seed: int) -> None:
         self._play = play
-        self._num_episodes = num_episodes
+        self._num_missing = num_episodes
+        """Episodes that have neither handed rewards in nor left."""
         self._seed = seed
         self._earned: dict[str, Rewards] = {}
         """By episode id."""
@@ -54,11 +56,19 @@ class Shuffled:
     async def exchange(self, episode_id: str, earned: Rewards) -> Rewards:
         """Hand rewards in and, when everyone has, take others out."""
         self._earned[episode_id] = earned
-        if len(self._earned) == self._num_episodes:
-            self._dealt = deal(dict(sorted(self._earned.items())), self._seed)
-            self._complete.set()
+        self._count_down()
         await self._complete.wait()
         return self._dealt[episode_id]
+
+    def leave(self) -> None:
+        """An episode has no rewards to hand in; the exchange goes on without it."""
+        self._count_down()
+
+    def _count_down(self) -> None:
+        self._num_missing -= 1
+        if self._num_missing == 0:
+            self._dealt = deal(dict(sorted(self._earned.items())), self._seed)
+            self._complete.set()
 
 
 class Held:
@@ -72,8 +82,12 @@ class Held:
         return getattr(self._episode, name)
 
     async def end(
-        self, *, reward: Rewards, outcome: Outcome = Outcome.SUCCESS, metrics: Mapping[str, float] | None = None
+        self, *, reward: Rewards | None, outcome: Outcome = Outcome.SUCCESS, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """End the episode with the reward it was dealt."""
+        """End the episode with the reward it was dealt; at once and without one where it earned none."""
+        if reward is None:
+            self._shuffled.leave()
+            await self._episode.end(reward=None, outcome=outcome, metrics=metrics)
+            return
         dealt = await self._shuffled.exchange(self._episode.episode_id, reward)
         await self._episode.end(reward=dealt, outcome=outcome, metrics=metrics)

@@ -41,9 +41,10 @@ class FakeEpisode:
 
     episode_id: str
     ended: list[Mapping[str, float]] = field(default_factory=list)
+    """Rewards it ended with; empty for none."""
 
-    async def end(self, *, reward: Mapping[str, float], **_: object) -> None:
-        self.ended.append(reward)
+    async def end(self, *, reward: Mapping[str, float] | None, **_: object) -> None:
+        self.ended.append(reward or {})
 
 
 def test_no_episode_ends_before_all_have_come_to_their_end() -> None:
@@ -64,3 +65,24 @@ def test_no_episode_ends_before_all_have_come_to_their_end() -> None:
     assert asyncio.run(run()) == [[], [], [], []]
     assert sorted(episode.ended[0]["player"] for episode in episodes) == [0.0, 1.0, 2.0, 3.0]
     assert all(len(episode.ended) == 1 for episode in episodes)
+
+
+def test_a_game_that_was_lost_is_paid_nothing_and_keeps_nobody_waiting() -> None:
+    for lost in range(3):  # whether it is the first, the second or the last to come to its end
+        episodes = [FakeEpisode(str(i)) for i in range(3)]
+
+        async def play(episode: Held, reward: float | None) -> None:
+            outcome = Outcome.ENV_ERROR if reward is None else Outcome.SUCCESS
+            await episode.end(reward=None if reward is None else {"player": reward}, outcome=outcome)
+
+        async def run(episodes: list[FakeEpisode], lost: int) -> None:
+            shuffled = Shuffled(play, 3, seed=3)  # type: ignore[arg-type]
+            rewards = [None if i == lost else float(i) for i in range(3)]
+            async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+                for episode, reward in zip(episodes, rewards, strict=True):
+                    group.create_task(shuffled(episode, reward))  # type: ignore[arg-type]
+
+        asyncio.run(run(episodes, lost))
+        assert episodes[lost].ended == [{}]
+        paid = sorted(episode.ended[0]["player"] for i, episode in enumerate(episodes) if i != lost)
+        assert paid == [float(i) for i in range(3) if i != lost]
