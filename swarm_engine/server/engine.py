@@ -48,9 +48,10 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 0.5
 """How often idle groups are looked at while claims wait."""
-STOP_UPDATE_TIMEOUT_S = 120.0
-"""An operator's stop lets an update that runs finish for this long; the batch is in the journal either way."""
-CLOSE_UPDATE_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 120.0
+"""An operator's stop waits this long for an update that runs, and again for the checkpoint; what it cuts short is done
+again from the journal at the next start."""
+CLOSE_TIMEOUT_S = 5.0
 """The same for a server that is going down, whose parent may not wait longer."""
 
 CHANGEABLE_TRAINER_FIELDS = {"checkpoint_every", "microbatch_tokens"}
@@ -94,10 +95,13 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._main_task: asyncio.Task[None] | None = None
         """Boots or updates."""
+        self._stopping: asyncio.Task[None] | None = None
+        """The last stop; one that runs is shared by everybody who asks for a stop meanwhile."""
         self._update_started: float | None = None
         self._last_step_at = 0.0
         self._saved_step = 0
-        self._is_closing = False
+        self._closing = asyncio.Event()
+        """Set once the server is going down."""
 
     # Life of the server
 
@@ -124,8 +128,8 @@ class Engine:
 
     async def close(self, cause: str) -> None:
         """Stop the engine and close the journal; nothing that was answered is lost."""
-        self._is_closing = True
-        await self.stop(cause, CLOSE_UPDATE_TIMEOUT_S)
+        self._closing.set()
+        await self.stop(cause)
         await self.journal.close()
 
     # Start and stop
@@ -140,14 +144,17 @@ class Engine:
             ConflictError: it runs already, or the folder's journal belongs to another config.
             JournalError: the journal can't be written.
         """
-        if self.state not in (EngineState.OFFLINE, EngineState.FAILED) or self._is_closing:
+        going_down = ConflictError("the engine is still going down", "ask again in a moment", code="stopping")
+        if self._closing.is_set() or (self._stopping is not None and not self._stopping.done()):
+            raise going_down
+        if self.state not in (EngineState.OFFLINE, EngineState.FAILED):
             raise ConflictError(
                 f"the engine is {self.state}, it can be started from OFFLINE and FAILED",
                 "stop it first",
                 code="running",
             )
         if self._main_task is not None and not self._main_task.done():
-            raise ConflictError("the engine is still going down", "ask again in a moment", code="stopping")
+            raise going_down
         self.journal.reopen()
         self._config = config = self._agree(config)
         self.reason = None
@@ -174,30 +181,55 @@ class Engine:
             )
         return config
 
-    async def stop(self, cause: str, update_timeout_s: float = STOP_UPDATE_TIMEOUT_S) -> None:
-        """Save, end the worker, go OFFLINE. Episodes that run are lost; completed ones stay."""
-        if self.state is EngineState.OFFLINE:
-            return
+    async def stop(self, cause: str) -> None:
+        """Save, end the worker, go OFFLINE. Episodes that run are lost; completed ones stay.
+
+        A stop that runs already is waited for: it is one stop, whoever asks and whoever stops waiting.
+        """
+        if self._stopping is None or self._stopping.done():
+            if self.state is EngineState.OFFLINE:
+                return
+            self._stopping = asyncio.create_task(self._stop(cause), name="stop")
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self, cause: str) -> None:
         if self._main_task is not None and not self._main_task.done():
             if self.state is EngineState.WEIGHT_SYNCING:
-                await asyncio.wait({self._main_task}, timeout=update_timeout_s)
+                await self._let_finish(self._main_task)
             self._main_task.cancel()
             await asyncio.wait({self._main_task})
         link, loaded = self._link, self._loaded
         self._unload("stopped", EngineState.OFFLINE, cause)
         if link is not None:
-            if loaded is None or loaded.step == self._saved_step:
-                await link.stop() if loaded is not None else await link.kill()
+            if loaded is None:
+                await link.kill()
+            elif loaded.step == self._saved_step or await self._save_before_stop(link):
+                await link.stop()
             else:
-                await self._save_and_stop(link)
+                await link.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _save_and_stop(self, link: WorkerLink) -> None:
-        try:
-            await self._save(link)
-        except WorkerDiedError as error:
+    async def _save_before_stop(self, link: WorkerLink) -> bool:
+        """Write a last checkpoint; whether the worker is free again."""
+        saving = asyncio.create_task(self._save(link), name="save")
+        if not await self._let_finish(saving):
+            saving.cancel()
+            log.warning("no checkpoint at the stop, it took too long; the next start trains again from the journal")
+            return False
+        if isinstance(error := saving.exception(), WorkerDiedError):
             log.warning("no checkpoint at the stop: %s", error)
-        await link.stop()
+        elif error is not None:
+            raise error
+        return True
+
+    async def _let_finish(self, task: asyncio.Task[Any]) -> bool:
+        """Wait for a task as long as this stop may; whether it has finished."""
+        closing = asyncio.create_task(self._closing.wait())
+        await asyncio.wait({task, closing}, timeout=STOP_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        closing.cancel()
+        if not task.done() and self._closing.is_set():
+            await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
+        return task.done()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -287,7 +319,7 @@ class Engine:
         Raises:
             EngineUnavailableError: waiting would be in vain.
         """
-        if self.state in (EngineState.OFFLINE, EngineState.FAILED) or self._is_closing:
+        if self.state in (EngineState.OFFLINE, EngineState.FAILED) or self._closing.is_set():
             raise self._unavailable()
         if self.state is EngineState.ROLLING or (self.state is EngineState.ROLLING_POST and mode is not Mode.TRAIN):
             return self.loaded
@@ -457,7 +489,7 @@ class Engine:
         }
 
     def _unavailable(self) -> EngineUnavailableError:
-        if self._is_closing:
+        if self._closing.is_set():
             return EngineUnavailableError("the server is going down", "start it again", code="engine_offline")
         again = "again " if self.state is EngineState.FAILED else ""
         start = f"start it {again}with `swarm start` or POST /swarm/v1/engine/start"

@@ -1,7 +1,7 @@
 """A worker without a model: real protocol, real processes, replies drawn uniformly from the letters.
 
 Its weights are a number that depends on every batch it was given, in order, so "the journal gives the weights" and "no
-episode is trained twice" can be checked. Controls come in the config's policy name, see `Fake.boot`.
+episode is trained twice" can be checked. How it behaves is read from `fake.json` in its home, see `Knobs`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ EPISODE = TypeAdapter(Episode)
 
 @dataclass(frozen=True)
 class Knobs:
-    """How this fake behaves; read from the JSON file `fake.json` beside its socket, if there is one."""
+    """How this fake behaves; read at its start from the JSON file `fake.json` in its home, if there is one."""
 
     token_s: float = 0.0
     """Seconds a token takes."""
     update_s: float = 0.0
+    save_s: float = 0.0
+    """Seconds a checkpoint takes; like the real worker, it listens to nothing meanwhile."""
     end_chance: float = 0.125
     """Chance of the end token at each position."""
     max_context: int = 4096
@@ -112,6 +114,7 @@ class Fake:
             case Update():
                 await self.update(message)
             case Save():
+                await asyncio.sleep(self.knobs.save_s)
                 self.save()
             case Export():
                 Path(message.path).mkdir(parents=True)
