@@ -66,11 +66,12 @@ def compared(
     who = f"{plan.factor.label} {{{{f:level/{arm.key}}}}}"
     other = f"{plan.factor.label} {{{{f:reference}}}}"
     game = "{{f:title}}"
-    key = f"{arm.key}/look{look}"
+    # Equivalence is judged by an interval of its own, the one that has to lie within the margin.
+    shown = f"{'equivalence' if leaf is Leaf.EQUIVALENT else 'contrast'}/{arm.key}/look{look}"
     numbers = (
-        f"{_quantity(plan)}: {{{{e:contrast/{key}.value|signed}}}} against {other}, "
-        f"{{{{e:contrast/{key}.level}}}} interval {{{{e:contrast/{key}.ci|signed}}}}, "
-        f"adjusted p {{{{e:contrast/{key}.p_adj}}}}, {{{{e:contrast/{key}.n_seeds}}}} seeds, paired"
+        f"{_quantity(plan)}: {{{{e:{shown}.value|signed}}}} against {other}, "
+        f"{{{{e:{shown}.level}}}} interval {{{{e:{shown}.ci|signed}}}}, "
+        f"adjusted p {{{{e:{shown}.p_adj}}}}, {{{{e:{shown}.n_seeds}}}} seeds, paired"
     )
     opening = OPENINGS[strength]
     match leaf:
@@ -148,6 +149,11 @@ def verify(draft: ClaimDraft, source: slots.Source, leaf: Leaf | None, plan: Pla
         raise ReportError(f"claim {draft.key} is {draft.strength}, so it has to begin with {opening!r}")
     if leaf is not None and draft.form is not FORMS[leaf]:
         raise ReportError(f"claim {draft.key} says {draft.form}, the tree said {leaf}")
+    if draft.form is ClaimForm.EQUIVALENT:
+        (key,) = [name for name in slots.names(draft.text) if name.startswith("equivalence/")]
+        low, high = source.estimates[key].bounds
+        if low is None or high is None or max(-low, high) > plan.metric.margin:
+            raise ReportError(f"claim {draft.key} says equivalent, its interval is [{low}, {high}]")
     if draft.form in {ClaimForm.SUPERIOR, ClaimForm.INFERIOR}:
         (key,) = [name for name in slots.names(draft.text) if name.startswith("contrast/")]
         value = source.estimates[key].value

@@ -53,11 +53,14 @@ def research(
     as_json: Json = False,
 ) -> None:
     """Answer a question by a study: plan, lock, train, decide, report."""
+    from a3r.asking import understand
+
+    reading = understand(question, yes=yes, dry_run=dry_run, as_json=as_json)
     from a3r.planner.design import Wishes
     from a3r.research import research as run
 
     wishes = Wishes(seeds, extra_seeds, updates, eval_games, minutes, jobs)
-    raise typer.Exit(run(question, home=home, wishes=wishes, yes=yes, dry_run=dry_run, as_json=as_json))
+    raise typer.Exit(run(reading, home=home, wishes=wishes, yes=yes, dry_run=dry_run, as_json=as_json))
 
 
 @app.command()

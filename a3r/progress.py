@@ -193,8 +193,8 @@ class PlainReporter:
                     self.show(line)
 
     def show(self, what: RenderableType) -> None:
-        """Print it."""
-        self.console.print(what)
+        """Print it; a line is a line, however narrow the terminal is taken to be."""
+        self.console.print(what, soft_wrap=isinstance(what, Text))
 
     def jobs(
         self,

@@ -13,14 +13,14 @@ from pathlib import Path
 from rich.console import Console
 
 from a3r import store
-from a3r.errors import A3RError, UsageError
+from a3r.errors import A3RError, PlanError
 from a3r.executor import LocalExecutor, supervise
 from a3r.graph.driver import ENDED, Approval, drive
 from a3r.graph.state import GRAPH_VERSION, Deps
 from a3r.paths import Home
 from a3r.planner.builtin import builtin_catalogue
 from a3r.planner.design import Wishes, design
-from a3r.planner.offline import read
+from a3r.planner.offline import Reading
 from a3r.prereg.check import check
 from a3r.prereg.plan import Plan
 from a3r.progress import JsonReporter, PlainReporter, Reporter, reporter
@@ -28,30 +28,30 @@ from a3r.report import bundle as bundles
 from a3r.report import write
 from a3r.report.slots import plain
 from a3r.verify import verify
-from a3r.workshop import VibeWorkshop
+from a3r.workshop import VibeWorkshop, refuse_impossible
 from experiments_db.engine import Database, home_folder, open_database
 from experiments_db.models import StudyStatus
 
 PACKAGES = ("a3r", "torch", "transformers", "langgraph", "numpy", "scipy")
 
 
-def research(question: str, *, home: Path | None, wishes: Wishes, yes: bool, dry_run: bool, as_json: bool) -> int:
-    """Ask a question: plan it, run it, answer it. Returns the exit code."""
-    catalogue = builtin_catalogue()
-    reading = read(question, catalogue)
+def research(reading: Reading, *, home: Path | None, wishes: Wishes, yes: bool, dry_run: bool, as_json: bool) -> int:
+    """Plan a question, run it, answer it. Returns the exit code."""
+    question = reading.question
     root = home_folder(home)
     executor = LocalExecutor(Home(root).jobs, wishes.parallel if wishes.parallel > 0 else None)
     wishes = Wishes(**{**asdict(wishes), "parallel": executor.slots})
     told = reporter(as_json=as_json)
+    plan = design(reading, wishes)
+    refuse_impossible(plan)
+    checked = check(plan)
     if dry_run:
-        plan = design(reading, wishes)
         told.tell("scope", read_as=[list(pair) for pair in reading.read_as], assumed=list(reading.assumed))
-        told.tell("checked", plan=plan, checked=check(plan))
+        told.tell("checked", plan=plan, checked=checked)
+    if checked.failures:
+        raise PlanError("; ".join(f"{each.name}: {each.detail}" for each in checked.failures))
+    if dry_run:
         return 0
-    if not yes and (as_json or not sys.stdin.isatty()):
-        raise UsageError(
-            "the plan needs a yes, and nobody is here to give it: add --yes to run it, or --dry-run to see it"
-        )
     with open_database(home=root) as database:
         study = store.create_study(database, question, fingerprint(), GRAPH_VERSION)
         paths = Home(root).study(study)

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from a3r.errors import A3RError, QuestionError
 from a3r.prereg.plan import Arm, Level, Plan
 from swarm_engine.config import EngineConfig
 from vibe import library, render
+from vibe.errors import VibeError
 from vibe.project import ProjectSpec, Training
 
 
@@ -34,11 +36,34 @@ class VibeWorkshop:
         return render.content_hash(files)
 
     def build(self, plan: Plan, arm: Arm, folder: Path) -> str:
-        """See `Workshop.build`."""
-        files = render.render(project_spec(plan, arm))
-        # A crash may have left half a project here; the same spec gives the same files, so writing over it is safe.
-        render.write(files, folder, force=True)
+        """See `Workshop.build`.
+
+        Raises:
+            A3RError: the project can't be written.
+        """
+        try:
+            files = render.render(project_spec(plan, arm))
+            # A crash may have left half a project here; the same spec gives the same files, so writing over it is safe.
+            render.write(files, folder, force=True)
+        except VibeError as error:
+            raise A3RError(str(error)) from error
         return render.content_hash(files)
+
+
+def refuse_impossible(plan: Plan) -> None:
+    """See that every arm is a game that can be played, before anything is written.
+
+    Raises:
+        QuestionError: the rules of an arm do not go together.
+    """
+    for arm in plan.arms:
+        try:
+            project_spec(plan, arm)
+        except VibeError as error:
+            raise QuestionError(
+                f"{arm.key} can't be played with the other rules as they are: {error}. State the other rule too, as in "
+                "`with a size of 4`"
+            ) from error
 
 
 def project_spec(plan: Plan, arm: Arm) -> ProjectSpec:

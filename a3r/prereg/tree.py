@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal, assert_never
+from typing import TYPE_CHECKING, Annotated, Literal, assert_never
 
 from pydantic import BaseModel, Field
 
-from a3r.stats import Comparison
+if TYPE_CHECKING:
+    # scipy takes longer to import than reading a question takes.
+    from a3r.stats import Comparison
 
 
 class Frozen(BaseModel, frozen=True, extra="forbid"):

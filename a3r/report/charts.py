@@ -59,7 +59,11 @@ class Gap:
     label: str
     value: float
     low: float
+    """Ends of the interval that a difference is judged by."""
     high: float
+    inner_low: float
+    """Ends of the narrower one that equivalence is judged by."""
+    inner_high: float
 
 
 def curves(lines: Sequence[Line], *, x_label: str, y_label: str, title: str) -> str:
@@ -163,7 +167,8 @@ def gaps(rows: Sequence[Gap], *, margin: float, told: float | None, x_label: str
     for index, (gap, colour) in enumerate(zip(rows, cycle(COLOURS[1:]), strict=False)):
         middle = top + row * (index + 0.5)
         parts.append(text(left - 14, middle + 5, gap.label, "ink", "end"))
-        parts.append(_bar(x(max(gap.low, -reach)), x(min(gap.high, reach)), middle, colour))
+        for low, high, width in ((gap.low, gap.high, 1.5), (gap.inner_low, gap.inner_high, 4.5)):
+            parts.append(_bar(x(max(low, -reach)), x(min(high, reach)), middle, colour, width=width))
         tip = f"{gap.label}: {gap.value:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]"
         parts.append(_diamond(x(gap.value), middle, 8, colour, tip))
     return _svg(height, title, parts)
@@ -276,10 +281,9 @@ def _points(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def _bar(start: float, end: float, y: float, colour: str, opacity: float = 1.0) -> str:
-    return tag(
-        "line", x1=start, x2=end, y1=y, y2=y, stroke=colour, stroke_width=3, stroke_linecap="round", opacity=opacity
-    )
+def _bar(start: float, end: float, y: float, colour: str, *, width: float = 3.0, opacity: float = 1.0) -> str:
+    line = f"M{start:.1f} {y:.1f}L{end:.1f} {y:.1f}"
+    return tag("path", d=line, stroke=colour, stroke_width=width, stroke_linecap="round", opacity=opacity)
 
 
 def _diamond(x: float, y: float, size: float, colour: str, tip: str) -> str:

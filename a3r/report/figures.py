@@ -10,6 +10,7 @@ from a3r.prereg.plan import MetricKind
 from a3r.report import charts
 from a3r.report.bundle import Bundle, by_arm
 from a3r.report.document import Figure
+from a3r.report.slots import Number
 from a3r.stats import t_interval
 
 METRIC_TITLES: Mapping[MetricKind, str] = {
@@ -70,7 +71,7 @@ def dot_figure(bundle: Bundle) -> Figure | None:
         number = bundle.numbers.get(f"arm/{arm.key}/look{look}")
         if number is None or number.value is None:
             continue
-        low, high = number.bounds
+        low, high = _ends(number)
         values = []
         for run, record in by_arm(bundle, arm.key):
             estimate = bundle.numbers.get(f"run/{arm.key}/s{run.seed}")
@@ -83,8 +84,8 @@ def dot_figure(bundle: Bundle) -> Figure | None:
                 label=f"{bundle.plan.factor.label} {shown(arm.level)}",
                 values=tuple(values),
                 mean=number.value,
-                low=-math.inf if low is None else low,
-                high=math.inf if high is None else high,
+                low=low,
+                high=high,
             )
         )
     if not arms:
@@ -101,11 +102,9 @@ def gap_figure(bundle: Bundle) -> Figure | None:
     for arm in plan.treated:
         number = bundle.numbers.get(f"contrast/{arm.key}/look{look}")
         if number is not None and number.value is not None:
-            low, high = number.bounds
+            within = bundle.numbers.get(f"equivalence/{arm.key}/look{look}", number)
             label = f"{shown(arm.level)} against {shown(plan.reference.level)}"
-            rows.append(
-                charts.Gap(label, number.value, -math.inf if low is None else low, math.inf if high is None else high)
-            )
+            rows.append(charts.Gap(label, number.value, *_ends(number), *_ends(within)))
     if not rows:
         return None
     told = bundle.numbers.get(told_key(look, bundle.numbers) or "")
@@ -118,8 +117,9 @@ def gap_figure(bundle: Bundle) -> Figure | None:
         title=f"Difference in {name} from the reference",
     )
     caption = (
-        "The difference with its {{f:level_look}} interval. The band is what was declared not to matter; dashed lines "
-        "are the smallest difference that this design tells."
+        "The difference with its {{f:level_look}} interval (thin: does it reach zero?) and its "
+        "{{f:level_equivalence}} interval (thick: is it within the band?). The band is what was declared not to "
+        "matter; dashed lines are the smallest difference that this design tells."
     )
     return Figure("difference", svg, caption)
 
@@ -130,3 +130,9 @@ def told_key(look: int, numbers: Mapping[str, object]) -> str | None:
         if f"noise/smallest_difference/{name}" in numbers:
             return f"noise/smallest_difference/{name}"
     return None
+
+
+def _ends(number: Number) -> tuple[float, float]:
+    """Ends of an estimate's interval, infinite where there is no bound."""
+    low, high = number.bounds
+    return (-math.inf if low is None else low, math.inf if high is None else high)

@@ -28,11 +28,12 @@ VERDICTS: Mapping[Leaf, str] = {
     Leaf.TOO_MANY_FAILURES: "Too many failed runs",
 }
 STRENGTHS = {
-    "descriptive": "Descriptive: what was seen in these runs, and no more.",
-    "exploratory": "Exploratory: worth a study of its own.",
-    "supported": "Supported: planned before the runs, judged by the locked tree, over several seeds.",
     "confirmed": "Confirmed: on fresh seeds and the sealed split.",
+    "supported": "Supported: planned before the runs, judged by the locked tree, over several seeds.",
+    "exploratory": "Exploratory: worth a study of its own.",
+    "descriptive": "Descriptive: what was seen in these runs, and no more.",
 }
+"""What each strength means, strongest first."""
 
 
 def slots_of(bundle: Bundle, title: str, checked: Checked) -> Slots:
@@ -517,6 +518,7 @@ def extra_facts(bundle: Bundle, checked: Checked) -> dict[str, str]:
         "temperature": f"{plan.metric.temperature:g}",
         "metric_long": _metric_in_words(plan),
         "level_arm": "95%",
+        "level_equivalence": f"{(1 - 2 * (1 - plan.level)) * 100:g}%",
         "num_worlds": str(next((each.num_studies for each in checked.simulated.values()), 0)),
         "tasks_note": _tasks_note(plan),
     }

@@ -1,0 +1,93 @@
+"""Runs that are not what their blueprint says, and what a person sees while they run."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from a3r import store
+from a3r.estimates import Measurement, RunRecord
+from a3r.executor import JobState, JobStatus
+from a3r.integrity import Facts, check_run, check_seeds
+from a3r.progress import Place, Tails, time_left
+from experiments_db.models import ExperimentStatus, Severity
+from experiments_db.models import JobState as RowState
+
+
+@pytest.fixture
+def plan(plan_of):
+    return plan_of(updates=4, eval_games=20)
+
+
+def record(*, steps=(0, 1, 2, 3, 4), games=20, seed=1):
+    scores = {f"heldout-{game}": 0.5 + 0.01 * seed for game in range(games)}
+    return RunRecord("e", "group_size=8", seed, tuple(Measurement(step, 64 * step, scores) for step in steps))
+
+
+def facts(plan, *, seed=1, trained=256, not_finite=(), **trainer):
+    wanted = {
+        path.removeprefix("trainer."): value
+        for path, value in plan.settings_of(plan.arm("group_size=8")).items()
+        if path.startswith("trainer.")
+    }
+    return Facts({"trainer": wanted | trainer, "seed": seed}, trained, not_finite)
+
+
+def problems(plan, run, seen):
+    return [(each.detector, each.severity) for each in check_run(plan, plan.arm("group_size=8"), run, seen)]
+
+
+def test_a_run_that_did_what_it_should_has_no_problem(plan):
+    assert problems(plan, record(), facts(plan)) == []
+    assert problems(plan, record(), Facts(facts(plan).config, None, ())) == []
+
+
+def test_each_deviation_is_found(plan):
+    assert problems(plan, record(), facts(plan, learning_rate=0.1)) == [("config", Severity.HIGH)]
+    assert problems(plan, record(), facts(plan, seed=2)) == [("config", Severity.HIGH)]
+    assert problems(plan, record(steps=(0, 1, 2, 4)), facts(plan)) == [("evaluations", Severity.HIGH)]
+    assert problems(plan, record(games=18), facts(plan)) == [("evaluations", Severity.HIGH)]
+    assert problems(plan, record(), facts(plan, trained=255)) == [("episodes", Severity.HIGH)]
+    assert problems(plan, record(), facts(plan, not_finite=("loss",))) == [("not finite", Severity.HIGH)]
+    assert problems(plan, record(), Facts(None, 256, ())) == [("config", Severity.MEDIUM)]
+
+
+def test_one_game_in_twenty_may_be_missing(plan):
+    assert problems(plan, record(games=19), facts(plan)) == []
+
+
+def test_seeds_that_are_copies_of_each_other_are_found():
+    assert check_seeds([record(seed=1), record(seed=2)]) == []
+    copy = RunRecord("f", "group_size=8", 2, record(seed=1).measurements)
+    (problem,) = check_seeds([record(seed=1), copy])
+    assert "seeds 1 and 2" in problem.message
+
+
+def test_the_tail_of_a_job_is_read_line_by_line_and_noise_is_skipped(tmp_path):
+    log = tmp_path / "stdout.log"
+    status = JobStatus("k", JobState.RUNNING, "running", log)
+    tails = Tails()
+    assert tails.read([status]) == []
+    step = {"event": "step", "step": 3, "updates": 10, "metrics": {"reward_mean": 0.25}}
+    log.write_text(f"hello\n[1, 2]\n{json.dumps(step)}\n" + '{"event": "evaluation", "temper')
+    assert [event["event"] for _, event in tails.read([status])] == ["step"]
+    assert (tails.places["k"].step, tails.places["k"].reward, tails.places["k"].share) == (3, 0.25, 0.3)
+    with log.open("a") as file:
+        file.write('ature": 1, "mean": 0.5}\n')
+    tails.read([status])
+    assert tails.places["k"].held_out == 0.5
+
+
+def test_time_left_is_the_work_left_over_the_places(plan):
+    def view(seed: int, state: RowState | None, seconds: float) -> store.RunView:
+        status = ExperimentStatus.DONE if seconds else ExperimentStatus.RUNNING
+        return store.RunView("e", "k", "a", seed, 0, status, None, Path(), "b", "j", f"k{seed}", state, 1, seconds)
+
+    every = [view(1, RowState.SUCCEEDED, 100.0), view(2, RowState.RUNNING, 0.0)]
+    running = {"k2": JobStatus("k2", JobState.RUNNING, "", Path(), started_at=time.time() - 50)}
+    # 6 runs of 100 s, one done and one half way: 450 s of work on 2 places.
+    assert time_left(plan, 0, every, running, {"k2": Place(1, 2)}) == pytest.approx(225, abs=1)
+    assert time_left(plan, 0, [], {}, {}) is None
