@@ -256,8 +256,8 @@ class AsyncSwarmClient:
             async with self._http.stream("GET", url, headers=self._auth) as answer:
                 if answer.status_code >= 400:
                     wire.read_answer(answer.status_code, await answer.aread())
-                async for line in answer.aiter_lines():
-                    for event in reader.feed(line):
+                async for chunk in answer.aiter_bytes():
+                    for event in reader.feed(chunk):
                         yield event
         except httpx.TransportError as error:
             raise SwarmUnavailableError(f"the event stream of {self.url} broke off ({error})") from error

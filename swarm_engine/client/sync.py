@@ -198,8 +198,8 @@ class SwarmClient:
             with self._http.stream("GET", url, headers=self._auth) as answer:
                 if answer.status_code >= 400:
                     wire.read_answer(answer.status_code, answer.read())
-                for line in answer.iter_lines():
-                    yield from reader.feed(line)
+                for chunk in answer.iter_bytes():
+                    yield from reader.feed(chunk)
         except httpx.TransportError as error:
             raise SwarmUnavailableError(f"the event stream of {self.url} broke off ({error})") from error
 

@@ -297,19 +297,27 @@ def refusal(status: int, found: Mapping[str, Any]) -> SwarmRequestError | SwarmU
 
 
 class EventReader:
-    """Turns the lines of a server-sent event stream into events."""
+    """Turns a server-sent event stream into events.
+
+    A line ends at a line feed, as the server writes it, and nowhere else: httpx's lines end at every character that
+    Unicode calls a line's end, and a task may be named with one.
+    """
 
     def __init__(self) -> None:
-        self._data: list[str] = []
+        self._rest = b""
+        """Of a line that has not ended."""
+        self._data: list[bytes] = []
 
-    def feed(self, line: str) -> Iterator[Event]:
-        """Take one line without its end; gives the event that it completes."""
-        if line.startswith("data:"):
-            self._data.append(line[5:].removeprefix(" "))
-        elif line == "" and self._data:
-            found = json.loads("\n".join(self._data))
-            self._data.clear()
-            yield Event(seq=found["seq"], at=found["at"], kind=found["kind"], payload=found["payload"])
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        """Take the stream's next bytes; gives the events that they complete."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[5:])
+            elif line == b"" and self._data:
+                found = json.loads(b"\n".join(self._data))
+                self._data.clear()
+                yield Event(seq=found["seq"], at=found["at"], kind=found["kind"], payload=found["payload"])
 
 
 def places(tasks: Sequence[Task], group_size: int) -> Iterator[tuple[int, Task]]:

@@ -489,5 +489,8 @@ def _write(database: sqlite3.Connection, write: EpisodeRow | BatchWrite | Unpool
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON that refuses NaN and infinity."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    """Compact JSON in ASCII that refuses NaN and infinity.
+
+    Many readers of event streams end a line at U+2028 or U+0085 too; escaped, those can't break an event in two.
+    """
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -15,6 +15,7 @@ from swarm_engine.client import (
     Episode,
     EpisodeNotEndedError,
     EpisodeResult,
+    Event,
     SwarmClient,
     SwarmProtocolError,
     SwarmUnavailableError,
@@ -22,6 +23,7 @@ from swarm_engine.client import (
     Task,
 )
 from swarm_engine.client.http import HttpError, HttpPool
+from swarm_engine.client.wire import EventReader
 from swarm_engine.types import EngineState, Mode
 
 HI = [{"role": "user", "content": "hi"}]
@@ -34,6 +36,32 @@ def with_client(served: Served, work: Callable[[AsyncSwarmClient], Any]) -> Any:
             return await work(client)
 
     return asyncio.run(main())
+
+
+def test_names_with_every_kind_of_line_end_come_back_whole_in_the_events(serving: Callable[..., Served]) -> None:
+    served = serving()
+    name = "a\u2028b\u0085c\u2029d\x0be\x0cf\r\ng\x1eh 🙂"
+
+    async def work(client: AsyncSwarmClient) -> list[Any]:
+        await client.start(SMALL, wait=True)
+        async with client.episode(name, mode=Mode.EVAL) as episode:
+            await episode.end(reward=1.0)
+        return [event async for event in client.events(follow=False)]
+
+    events = with_client(served, work)
+    assert [event.payload["task_id"] for event in events if event.kind in ("claim", "episode")] == [name, name]
+    with served.client() as client:
+        assert list(client.events(follow=False)) == events
+
+
+def test_an_event_is_read_whole_in_whatever_pieces_its_bytes_come() -> None:
+    payload = '{"seq":3,"at":1.5,"kind":"claim","payload":{"task_id":"a\u2028é"}}'
+    stream = f": hello\n\nid: 3\nevent: claim\ndata: {payload}\n\n".encode()
+    event = Event(seq=3, at=1.5, kind="claim", payload={"task_id": "a\u2028é"})
+    for size in range(1, len(stream)):
+        reader = EventReader()
+        pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
+        assert [event for piece in pieces for event in reader.feed(piece)] == [event]
 
 
 def test_a_run_plays_every_place_and_answers_in_the_order_of_tasks(serving: Callable[..., Served]) -> None:

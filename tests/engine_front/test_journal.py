@@ -150,6 +150,10 @@ def test_an_event_with_a_number_that_is_not_finite_is_refused_where_it_is_made()
         EventWrite.of("step", loss=float("nan"))
 
 
+def test_an_event_is_one_line_for_every_reader() -> None:
+    assert EventWrite.of("claim", task_id="a\u2028b\u0085c").payload == r'{"task_id":"a\u2028b\u0085c"}'
+
+
 def test_named_values_are_replaced(tmp_path: Path) -> None:
     async def work(journal: Journal) -> None:
         assert journal.meta("key") is None

@@ -373,9 +373,8 @@ def test_a_signal_saves_ends_the_worker_and_exits_with_0(tmp_path: Path, number:
         assert served.stop(number) == 0
         assert time.monotonic() - started < 10
         wait_until(lambda: not worker.is_running())
-        assert (
-            next(event.payload["cause"] for event in followed if event.kind == "state") == signal.Signals(number).name
-        )
+        ends = (event.payload for event in followed if event.kind == "state" and event.payload["to"] == "OFFLINE")
+        assert next(ends)["cause"] == signal.Signals(number).name
     assert not (run_dir / "server.json").exists()
     assert not (run_dir / "worker.sock").exists()
     assert stat.S_IMODE((run_dir / "journal.db").stat().st_mode) == 0o600
