@@ -55,10 +55,10 @@ CONFIG = {
 }
 
 PLANS = {
-    "tictactoe": warmup.Plan(share=0.3, num_episodes=20_000, num_updates=500),
-    "spy": warmup.Plan(share=0.5, num_episodes=8_000, num_updates=400),
-    "gridwalk": warmup.Plan(share=0.3, num_episodes=20_000, num_updates=700),
-    "nim": warmup.Plan(share=0.2, num_episodes=20_000, num_updates=400),
+    "gridwalk": warmup.Plan(share=0.3, num_episodes=9_000, num_updates=600),
+    "nim": warmup.Plan(share=0.1, num_episodes=9_000, num_updates=300),
+    "spy": warmup.Plan(share=0.3, num_episodes=9_000, num_updates=1600),
+    "tictactoe": warmup.Plan(share=0.3, num_episodes=9_000, num_updates=500),
 }
 
 CORPUS_RULES: dict[str, list[dict[str, int]]] = {

@@ -2,8 +2,8 @@
 
 Start weights come from it, and so does the control that trains on the warm-up data again. The replies carry the loss;
 the text around them carries a small share of it. Reading a board well is most of what a tiny model has to learn, and
-one board teaches more about reading than the single token played on it: with 0.3 a policy of 0.44 million parameters
-needed half the conversations to play tic-tac-toe legally.
+one board teaches more about reading than the single token played on it: with a tenth a policy of 0.44 million
+parameters needed half the conversations to play tic-tac-toe legally.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Recipe:
     learning_rate: float = 3e-3
     """Peak; reached after `num_warmup_updates`, then falling in a line to zero."""
     num_warmup_updates: int = 50
-    context_weight: float = 0.3
+    context_weight: float = 0.1
     """Weight of a token between the replies, beside 1 for a token of a reply."""
     max_grad_norm: float = 1.0
     weight_decay: float = 0.01

@@ -14,9 +14,7 @@ from . import players, rewards
 
 AGENT = "player"
 NUM_DECKS = 4
-"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained
-on.
-"""
+"""Games lie in disjoint decks, seed % NUM_DECKS says in which; so a held-out game is never trained on."""
 MAX_DEALS = 1000
 """Rules under which a deck is empty, for there are only a few different games, share what there is."""
 MAX_NOTED = 80

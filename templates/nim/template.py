@@ -9,7 +9,7 @@ NAME = "nim"
 VERSION = "1"
 TITLE = "Nim"
 START_WEIGHTS = "nano-nim"
-WARM_UP_SHARE = 0.2
+WARM_UP_SHARE = 0.1
 """Share of scripted play in the games that start weights are cloned from; the rest is random legal play."""
 
 KNOBS: dict[str, dict[str, Any]] = {

@@ -31,28 +31,14 @@ WORDS = {
     "moon": "night pale silver sky tide wolf",
     "boat": "dock oar sail sea travel wave",
     "train": "rail steam ticket track travel tunnel",
-    "piano": "bench keys music pedal tall white",
-    "guitar": "camp music neck pick string strum",
-    "snow": "cold flake ski sled weather white",
-    "rain": "cloud coat drop pool weather wet",
-    "bee": "bug buzz flower hive honey sting",
-    "ant": "bug crumb hill line march small",
-    "bread": "bake crust flour food loaf toast",
-    "cheese": "food hole melt milk slice yellow",
     "king": "castle crown gold heir rule throne",
     "knight": "armor brave castle horse shield sword",
-    "river": "bank bridge fish flow stream water",
-    "lake": "calm deep duck round swim water",
-    "shoe": "foot heel lace run sole wear",
-    "hat": "brim head straw tip top wear",
 }
 """Each word with its clues. Neighbours are a pair of similar words and share exactly one clue."""
 
 NO_CLUE = "-"
 NUM_DECKS = 4
-"""Games are dealt from disjoint decks, seed % NUM_DECKS says from which: games held out for tests are never trained
-on.
-"""
+"""Games lie in disjoint decks, seed % NUM_DECKS says in which; so a held-out game is never trained on."""
 MAX_DEALS = 1000
 """Rules under which a deck is empty, for there are only a few different games, share what there is."""
 MAX_NOTED = 80

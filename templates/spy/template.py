@@ -9,7 +9,7 @@ NAME = "spy"
 VERSION = "1"
 TITLE = "Who is the spy"
 START_WEIGHTS = "nano-spy"
-WARM_UP_SHARE = 0.4
+WARM_UP_SHARE = 0.3
 """Share of scripted play in the games that start weights are cloned from; the rest is random legal play."""
 
 KNOBS: dict[str, dict[str, Any]] = {
