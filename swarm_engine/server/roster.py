@@ -20,6 +20,7 @@ from swarm_engine.errors import (
     ConflictError,
     EpisodeLostError,
     InvalidError,
+    JournalError,
     NotFoundError,
     SwarmEngineError,
 )
@@ -295,15 +296,18 @@ class Roster:
         """Take an episode off without a reward; its place is free again."""
         episode.close_calls()
         self._forget(episode)
-        self._lost[episode.episode_id] = reason
-        while len(self._lost) > 2 * MAX_LIVE_EPISODES:
-            self._lost.pop(next(iter(self._lost)))
+        self._note_lost(episode.episode_id, reason)
         self._vacate(episode)
         # Aborts carry their caller's words; they are counted as one kind.
         self._count_drop(episode, reason.partition(":")[0])
         self._journal.append(
             EventWrite.of("drop", episode_id=episode.episode_id, group_id=episode.seat.group_id, reason=reason)
         )
+
+    def _note_lost(self, episode_id: str, reason: str) -> None:
+        self._lost[episode_id] = reason
+        while len(self._lost) > 2 * MAX_LIVE_EPISODES:
+            self._lost.pop(next(iter(self._lost)))
 
     def _count_drop(self, episode: LiveEpisode, reason: str) -> None:
         if episode.mode is Mode.TRAIN:
@@ -377,7 +381,14 @@ class Roster:
             writes.append(EventWrite.of("drop", episode_id=episode.episode_id, group_id=group_id, reason=drop))
         episode.ending = request
         episode.ended = self._journal.append(*writes)
-        await asyncio.shield(episode.ended)
+        try:
+            await asyncio.shield(episode.ended)
+        except JournalError:
+            # The engine has failed of it and its pool is gone; nothing holds a place for this episode any more.
+            episode.ending = None
+            self._forget(episode)
+            self._note_lost(episode.episode_id, "its end could not be written")
+            raise
         self._forget(episode)
         if self._loaded is not loaded:
             # The engine went down meanwhile. The episode is on disk, and the next start finds it there.

@@ -292,13 +292,17 @@ def test_a_full_disk_fails_the_engine_and_a_start_after_making_room_goes_on(tmp_
         client.start(CONFIG, wait=True)
         play(client, "a")
         limit_pages(run_dir, 2)
+        unwritten = client.episode("b")
         with pytest.raises(SwarmRequestError, match=r"is full.*make room") as caught:
-            client.episode("b").end(reward=1.0, metrics={f"metric {number}": 1.0 for number in range(2000)})
+            unwritten.end(reward=1.0, metrics={f"metric {number}": 1.0 for number in range(2000)})
         assert (caught.value.status, caught.value.code) == (507, "journal_full")
         wait_for_state(client, EngineState.FAILED)
         assert "is full" in (client.status().reason or "")
+        assert client.status().running == 0
         client.start(wait=True)
         assert client.status().pool.episodes == 2
+        with pytest.raises(EpisodeLostError, match=r"its end could not be written.*claim its task again"):
+            unwritten.end(reward=1.0)
         play(client, "b")
         wait_for_step(client, 1)
     events, _, _ = read_journal(run_dir)
