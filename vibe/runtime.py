@@ -302,7 +302,11 @@ class Run:
         rewards = [mean_reward(result.rewards) for result in results if is_judged(result)]
         interval = t_interval(rewards)
         if interval is None:
-            raise GameError(f"none of the {len(games)} held-out games could be judged; the record says why")
+            raise GameError(
+                f"all {len(games)} held-out games of this evaluation were lost, each ended without a reward; see what "
+                "the record says of lost games and look for env_error among the run's episodes, then start the same "
+                "command again: it goes on from here"
+            )
         self.record.emit(
             "evaluation",
             **place,

@@ -1,0 +1,65 @@
+"""What a run does with games that were lost."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_engine.client import EpisodeResult
+from swarm_engine.types import Outcome
+from vibe.errors import GameError
+from vibe.project import game_of, project_for
+from vibe.record import Record
+from vibe.runtime import Run, Settings
+
+
+class FakeSwarm:
+    """A swarm that gives back these rewards for the games it is asked to play."""
+
+    step = 0
+
+    def __init__(self, rewards: list[float | None]) -> None:
+        self._rewards = rewards
+
+    async def play(self, *_: Any, **__: Any) -> list[EpisodeResult]:
+        return [
+            EpisodeResult(
+                task_id=f"heldout-{i}",
+                group_id=f"heldout-{i}#1",
+                index=0,
+                episode_id=f"e{i}",
+                rewards={"player": reward},
+                outcome=Outcome.SUCCESS if reward is not None else Outcome.ENV_ERROR,
+                metrics={},
+                policy_version=0,
+            )
+            for i, reward in enumerate(self._rewards)
+        ]
+
+
+def evaluate(rewards: list[float | None], folder: Path) -> str:
+    """What is said of an evaluation with these rewards."""
+
+    async def rollout(*_: Any, **__: Any) -> None:
+        raise AssertionError("the fake swarm plays nothing")
+
+    spec = project_for(game_of("tictactoe")).with_settings({"training.eval_games": str(len(rewards))})
+    out = io.StringIO()
+    run = Run(Settings(folder, spec, folder), Record(folder, as_json=False, out=out))
+    run._live, run._rollout = FakeSwarm(rewards), rollout  # type: ignore[assignment]
+    asyncio.run(run.evaluate("before", temperature=1))
+    return out.getvalue()
+
+
+def test_an_evaluation_that_lost_every_game_says_how_many_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(GameError, match=r"all 3 held-out games .*env_error.*same command"):
+        evaluate([None, None, None], tmp_path)
+
+
+def test_an_evaluation_with_one_game_left_has_no_interval(tmp_path: Path) -> None:
+    said = evaluate([None, 0.5, None], tmp_path)
+    assert said == "before (step 0), temperature 1: 0.500 [–, –] over 1 held-out games\n"
