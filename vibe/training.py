@@ -213,20 +213,24 @@ def watch(request: Request, written: Written, run_dir: Path, experiment: str) ->
         signals.to(child.pid)
         try:
             assert child.stdout
-            with screen.screen(Console(), spec.title, spec.training.updates, as_json=request.as_json) as shown:
-                for line in child.stdout:
+            with (
+                child.stdout as lines,
+                screen.screen(Console(), spec.title, spec.training.updates, as_json=request.as_json) as shown,
+            ):
+                for line in lines:
                     shown.show(json.loads(line))
             child.wait()
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
+    if child.returncode == 0:
+        return  # also where a signal came too late to stop anything
     if signals.num_received:
         raise StoppedError(f"stopped; {how_to_go_on(run_dir)}")
-    if child.returncode != 0:
-        said = (run_dir / LOG_FILE).read_bytes()[start_of_log:].decode(errors="replace").strip()
-        message = said.removeprefix("error: ") or f"the training ended with code {child.returncode}"
-        raise TrainingFailedError(message, child.returncode if child.returncode > 0 else 1)
+    said = (run_dir / LOG_FILE).read_bytes()[start_of_log:].decode(errors="replace").strip()
+    message = said.removeprefix("error: ") or f"the training ended with code {child.returncode}"
+    raise TrainingFailedError(message, child.returncode if child.returncode > 0 else 1)
 
 
 def how_to_go_on(run_dir: Path) -> str:
