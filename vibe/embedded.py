@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vibe.errors import SwarmFailedError, UsageError
+from vibe.run_folder import make_folder
 
 LISTEN_TIMEOUT_S = 60.0
 """Python has to start and import the server; on a busy machine that takes seconds."""
@@ -78,7 +79,7 @@ async def embedded_swarm(run_dir: Path) -> AsyncIterator[Swarm]:
         UsageError: another server works in this folder.
         SwarmFailedError: it ended before it listened, or took too long.
     """
-    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(run_dir, 0o700)
     command = [
         sys.executable,
         "-m",

@@ -18,6 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from vibe import library
 from vibe.errors import ProjectError
 from vibe.project import SPEC_FILE, ProjectSpec
+from vibe.run_folder import make_folder
 
 COPIED = ("env.py", "rewards.py", "players.py", "workflow.py")
 """Files that a project takes from its template as they are."""
@@ -91,7 +92,7 @@ def _refusal(folder: Path, files: Mapping[str, str], there: Mapping[str, bytes])
 
 def _write_whole(path: Path, text: str) -> None:
     """All of a file or nothing of it, also when the disk fills up."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:

@@ -9,10 +9,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from experiments_db.engine import home_folder
 from vibe.errors import UsageError
 from vibe.project import RESULTS_FILE
 
 LOCK_FILE = "run.lock"
+
+
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder and what lacks above it; of that, A3R_HOME is for its owner alone.
+
+    `mkdir` alone would give the mode to the last folder and leave the home it lies in open to everyone.
+
+    Args:
+        mode: of the folder itself.
+    """
+    home = home_folder()
+    if folder.absolute().is_relative_to(home):
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.mkdir(parents=True, exist_ok=True, mode=mode)
 
 
 @contextlib.contextmanager
@@ -23,7 +38,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         UsageError: another training holds it, it is finished, or it can't be made.
     """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(run_dir, 0o700)
         handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise UsageError(

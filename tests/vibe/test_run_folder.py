@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from vibe.errors import UsageError
 from vibe.project import RESULTS_FILE
-from vibe.run_folder import locked
+from vibe.render import write
+from vibe.run_folder import locked, make_folder, refuse_if_taken
 
 HOLDER = """
 import sys
@@ -46,3 +48,33 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UsageError, match="can't be used"), locked(tmp_path / "file" / "run"):
         pass
+
+
+def mode_of(folder: Path) -> int:
+    return stat.S_IMODE(folder.stat().st_mode)
+
+
+def test_the_home_is_its_owners_alone_whatever_is_made_in_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, make in enumerate(
+        (
+            lambda home: refuse_if_taken(home / "runs" / "one"),
+            lambda home: write({"spec.json": "{}"}, home / "projects" / "one"),
+            lambda home: make_folder(home / "models"),
+        )
+    ):
+        home = tmp_path / str(number) / "home"
+        monkeypatch.setenv("A3R_HOME", str(home))
+        make(home)
+        assert mode_of(home) == 0o700
+
+
+def test_a_folder_outside_the_home_is_made_as_the_system_makes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A3R_HOME", str(tmp_path / "home"))
+    (tmp_path / "usual").mkdir()
+    make_folder(tmp_path / "projects")
+    assert mode_of(tmp_path / "projects") == mode_of(tmp_path / "usual")
+    assert not (tmp_path / "home").exists()
