@@ -2,7 +2,8 @@
 
     swarm serve --run-dir .a3r/swarm      (in another terminal)
     python examples/direct.py .a3r/swarm
-"""
+
+The mean reward of each update is printed at the end."""
 
 import json
 import sys
