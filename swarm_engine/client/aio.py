@@ -375,6 +375,9 @@ class AsyncSwarmClient:
                         async with episode:
                             await rollout(episode, task)
                     except EpisodeLostError:
+                        if episode.result is not None:
+                            # It has its reward; a call came after its end. Played again, its task would count twice.
+                            raise
                         episode = None
                         continue
                     assert episode.result is not None

@@ -289,6 +289,9 @@ class SwarmClient:
                         with episode:
                             rollout(episode, task)
                     except EpisodeLostError:
+                        if episode.result is not None:
+                            # It has its reward; a call came after its end. Played again, its task would count twice.
+                            raise
                         episode = None
                         continue
                     assert episode.result is not None

@@ -13,6 +13,7 @@ from conftest import SMALL, Served
 from swarm_engine.client import (
     AsyncSwarmClient,
     Episode,
+    EpisodeLostError,
     EpisodeNotEndedError,
     EpisodeResult,
     Event,
@@ -52,6 +53,31 @@ def test_names_with_every_kind_of_line_end_come_back_whole_in_the_events(serving
     assert [event.payload["task_id"] for event in events if event.kind in ("claim", "episode")] == [name, name]
     with served.client() as client:
         assert list(client.events(follow=False)) == events
+
+
+def test_a_call_after_the_end_ends_the_run_instead_of_playing_the_task_again(serving: Callable[..., Served]) -> None:
+    served = serving()
+    played: list[str] = []
+
+    async def late(episode: Episode, _: Task) -> None:
+        played.append(episode.episode_id)
+        await episode.end(reward=1.0)
+        await episode.chat(HI)
+
+    def late_too(episode: SyncEpisode, _: Task) -> None:
+        played.append(episode.episode_id)
+        episode.end(reward=1.0)
+        episode.chat(HI)
+
+    async def work(client: AsyncSwarmClient) -> None:
+        await client.start(SMALL, wait=True)
+        await client.run(TASKS[:1], late, group_size=1, concurrency=1, mode=Mode.EVAL)
+
+    with pytest.raises(EpisodeLostError, match="does not run any more"):
+        with_client(served, work)
+    with served.client() as client, pytest.raises(EpisodeLostError, match="does not run any more"):
+        client.run(TASKS[:1], late_too, group_size=1, concurrency=1, mode=Mode.EVAL)
+    assert len(set(played)) == len(played) == 2
 
 
 def test_an_event_is_read_whole_in_whatever_pieces_its_bytes_come() -> None:
