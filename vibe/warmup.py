@@ -18,12 +18,13 @@ import random
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarm_engine.models import NANO_DIR
 from swarm_engine.seeding import derive_seed
@@ -31,12 +32,15 @@ from vibe import seeds
 from vibe.envs import Env, EnvHost
 from vibe.errors import VibeError
 from vibe.library import Template
+from vibe.run_folder import make_folder
 from vibe.spec import RuleValue
 
 if TYPE_CHECKING:
     from swarm_engine.models.loading import LoadedPolicy
 
 CARD_FILE = "warmup.json"
+MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""What the embedded model is, beside weights."""
 SIDE_BY_SIDE = 64
 """Games played at once."""
 NUM_LEVEL_GAMES = 200
@@ -48,6 +52,7 @@ FALLBACK_SHARE = 0.3
 """Share of scripted play where random play alone leaves learning flat and the template states none."""
 
 Conversation = list[dict[str, str]]
+T = TypeVar("T")
 
 
 def _say_nothing(_line: str) -> None:
@@ -58,14 +63,18 @@ class WarmUpError(VibeError):
     """A game that gives nothing to clone."""
 
 
+class _CalledOffError(Exception):
+    """Ends work in a thread that nobody waits for any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What decides warmed-up weights, beside the game and the tokenizer."""
 
     share: float
     """Of the replies, how many are the script's; the rest are random legal ones."""
-    num_episodes: int = 12_000
-    num_updates: int = 900
+    num_updates: int
+    num_episodes: int = 9_000
     seed: int = 0
 
 
@@ -129,6 +138,13 @@ class Card:
         )
 
 
+def plans(template: Template) -> list[Plan]:
+    """How a template's start weights are made: at the share it states, or first at none and then at the fallback."""
+    stated = template.warm_up_share
+    shares = (0.0, FALLBACK_SHARE) if stated is None else (stated,)
+    return [Plan(share=share, num_updates=template.warm_up_updates) for share in shares]
+
+
 def is_shipped(template: Template, rules: Mapping[str, RuleValue]) -> bool:
     """Whether the package ships start weights for exactly these rules."""
     from swarm_engine.models import shipped
@@ -146,9 +162,19 @@ def shipped_card(template: Template) -> Card:
         return Card.from_json(file.metadata()["card"])
 
 
-def folder_name(template: Template, rules: Mapping[str, RuleValue], plan: Plan) -> str:
-    """Name of the model folder that holds these weights."""
-    parts = [template.name, template.version, sorted(rules.items()), asdict(plan), tokenizer_hash(NANO_DIR)]
+def folder_name(template: Template, rules: Mapping[str, RuleValue], plan: Plan, *, nano: Path = NANO_DIR) -> str:
+    """Name of the model folder that holds these weights, made of all that decides them but the engine's own code."""
+    from swarm_engine.trainer.cloning import Recipe
+
+    files = [*sorted(template.path.glob("*.py")), *(nano / name for name in MODEL_FILES)]
+    parts = [
+        template.name,
+        template.version,
+        sorted(rules.items()),
+        asdict(plan),
+        asdict(Recipe(plan.num_updates)),
+        [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files],
+    ]
     return f"warm-{template.name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
 
 
@@ -176,11 +202,7 @@ async def warm_up(
         WarmUpError: the game's own play gives no conversation to clone.
         EnvError: the game fails.
     """
-    stated = template.warm_up_share
-    plans = (
-        [plan] if plan else [Plan(share=share) for share in ((0.0, FALLBACK_SHARE) if stated is None else (stated,))]
-    )
-    for attempt in plans:
+    for attempt in [plan] if plan else plans(template):
         name, card = await _warm_up_once(template, rules, model_root, attempt, tell)
         if card.share_with_variance >= MIN_SHARE_WITH_VARIANCE:
             break
@@ -197,7 +219,7 @@ async def _warm_up_once(
     from swarm_engine.models.loading import save_policy
 
     policy, card = await build(template, rules, plan, tell=tell)
-    model_root.mkdir(parents=True, exist_ok=True)
+    make_folder(model_root)
     draft = Path(tempfile.mkdtemp(dir=model_root, prefix=".draft-"))
     try:
         save_policy(policy, draft)
@@ -220,13 +242,14 @@ async def build(
     nano: Path = NANO_DIR,
     tell: Callable[[str], None] = _say_nothing,
 ) -> tuple[LoadedPolicy, Card]:
-    """Clone weights from nothing and measure them.
+    """Clone weights from nothing and measure them. Cancelled, it stops at the next update.
 
     Args:
         nano: folder with the tokenizer and the config of the model.
     """
-    from swarm_engine.trainer.cloning import Recipe, clone, encode
+    import torch
 
+    torch.set_num_threads(1)  # small matrices: a second thread costs more than it gives
     started = time.monotonic()
     tell(f"playing {plan.num_episodes} games of {template.title}, {plan.share:.0%} of the moves from the script")
     conversations = await demonstrations(
@@ -234,15 +257,12 @@ async def build(
     )
     policy = blank_policy(nano, plan.seed)
     codec = codec_of(policy)
-    samples = [sample for conversation in conversations for sample in encode(codec, conversation)]
-    if not samples:
-        raise WarmUpError(f"{template.name} gives nothing to clone: no seat of the policy was ever asked to move")
+    loop = asyncio.get_running_loop()
 
-    def report(update: int, loss: float) -> None:
-        if update % 100 == 0:
-            tell(f"cloned {update} of {plan.num_updates} updates, loss {loss:.3f}")
+    def say(line: str) -> None:
+        loop.call_soon_threadsafe(tell, line)
 
-    losses = clone(policy.model, samples, Recipe(plan.num_updates), plan.seed, report)
+    losses = await _in_thread(lambda check: _clone(template, policy, codec, conversations, plan, say, check))
     minutes = (time.monotonic() - started) / 60
     tell("measuring what the weights can do")
     async with EnvHost(template.path, rules) as host:
@@ -269,6 +289,57 @@ async def build(
     )
     tell(card.in_words())
     return policy, card
+
+
+async def _in_thread(work: Callable[[Callable[[], None]], T]) -> T:
+    """Do work that blocks beside the event loop, so that a Ctrl-C is heard meanwhile.
+
+    Args:
+        work: gets a function to call often; it raises once the work is called off.
+    """
+    called_off = threading.Event()
+
+    def check() -> None:
+        if called_off.is_set():
+            raise _CalledOffError
+
+    working = asyncio.ensure_future(asyncio.to_thread(work, check))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        called_off.set()
+        await asyncio.gather(working, return_exceptions=True)
+        raise
+
+
+def _clone(
+    template: Template,
+    policy: LoadedPolicy,
+    codec: Any,
+    conversations: Sequence[Conversation],
+    plan: Plan,
+    say: Callable[[str], None],
+    check: Callable[[], None],
+) -> list[float]:
+    """Clone the conversations in this thread; returns the loss of each update, in nats."""
+    import torch
+
+    from swarm_engine.trainer.cloning import Recipe, Sample, clone, encode
+
+    torch.set_num_threads(1)  # OpenMP counts by thread
+    samples: list[Sample] = []
+    for conversation in conversations:
+        check()
+        samples += encode(codec, conversation)
+    if not samples:
+        raise WarmUpError(f"{template.name} gives nothing to clone: no seat of the policy was ever asked to move")
+
+    def report(update: int, loss: float) -> None:
+        check()
+        if update % 100 == 0:
+            say(f"cloned {update} of {plan.num_updates} updates, loss {loss:.3f}")
+
+    return clone(policy.model, samples, Recipe(plan.num_updates), plan.seed, report)
 
 
 async def demonstrations(
