@@ -105,7 +105,11 @@ class OfflineBrain:
             template_version=template.version,
             rules=rules,
             unused=_in_order(
-                *unread, *refused, *_otherwise(sentences, template), *_not_understood(sentences, template, accepted)
+                *unread,
+                *refused,
+                *_otherwise(sentences, template),
+                *_idle_choices(sentences, template, accepted),
+                *_not_understood(sentences, template, accepted),
             ),
             assumptions=tuple(
                 f"{knob.name} = {knob.default}: {knob.meaning}"
@@ -335,6 +339,39 @@ def _read_choices(index: int, sentence: str, template: Template) -> Iterator[Rea
                         best = candidate
         if best:
             yield Reading(index, _verbatim(sentence, best[3]), knob, best[2])
+
+
+def _idle_choices(sentences: Sequence[str], template: Template, accepted: Sequence[Reading]) -> Iterator[Unused]:
+    """The words that speak of a choice and set none: a value that nothing says is meant, a subject without a value.
+
+    A subject is left out where another sentence gives its value, or where it is what the game is called.
+    """
+    chosen = {reading.knob.name: reading.value for reading in accepted}
+    used = {(reading.sentence, reading.knob.name) for reading in accepted}
+    for index, sentence in enumerate(sentences):
+        words = words_of(sentence)
+        read = [words_of(reading.text) for reading in accepted if reading.sentence == index]
+        for knob in template.knobs:
+            if knob.choices is None or (index, knob.name) in used:
+                continue
+            values = [
+                phrase
+                for value, phrases in knob.choices.items()
+                for phrase in phrases
+                if value != chosen.get(knob.name) and spans(phrase, words)
+            ]
+            subjects = [
+                word
+                for word in knob.words
+                if word not in template.keywords and spans(word, words) and not any(spans(word, text) for text in read)
+            ]
+            if values and not subjects:
+                reason = f"it may be about {knob.name}; say it beside one of: {', '.join(knob.words)}"
+                yield Unused(sentence=index, text=_verbatim(sentence, values[0]), reason=reason)
+            elif subjects and (values or knob.name not in chosen):
+                known = ", ".join(f"{phrases[0]!r} ({value})" for value, phrases in knob.choices.items())
+                reason = f"nothing usable beside it says {knob.name}; it knows such as {known}"
+                yield Unused(sentence=index, text=_verbatim(sentence, subjects[0]), reason=reason)
 
 
 def _gap(pointer: int, start: int, end: int) -> int:

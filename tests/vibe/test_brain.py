@@ -237,3 +237,34 @@ def test_a_number_that_is_so_anyway_is_not_called_unused() -> None:
     spec = OfflineBrain().read("Nim for two players with 12 stones.")
     assert not spec.unused
     assert any(item.text == "two players" and not item.rules for item in spec.requirements)
+
+
+@pytest.mark.parametrize(
+    ("description", "text", "rule"),
+    [
+        ("A robot walks over a 4x4 grid to the goal, starting in the corner, avoiding holes.", "corner", "start"),
+        ("Tic-tac-toe; the opponent is perfect.", "opponent", "opponent"),
+        ("Nim where the policy starts.", "starts", "first"),
+        ("Tic-tac-toe against a random opponent. It should be strong.", "strong", "opponent"),
+    ],
+)
+def test_a_choice_that_sets_nothing_is_listed(description: str, text: str, rule: str) -> None:
+    notes = OfflineBrain().read(description).unused
+    assert any(note.text == text and rule in note.reason for note in notes), notes
+
+
+def test_a_choice_that_another_sentence_makes_is_not_called_unused() -> None:
+    assert not OfflineBrain().read("Tic-tac-toe against someone. The opponent moves at random.").unused
+
+
+def test_a_word_that_another_choice_was_read_from_is_used() -> None:
+    assert not OfflineBrain().read("Nim; the opponent starts.").unused
+
+
+def test_the_name_of_the_game_is_no_choice() -> None:
+    assert not OfflineBrain().read("Who is the spy with five players.").unused
+
+
+def test_undercover_is_a_name_of_the_game() -> None:
+    spec = OfflineBrain().read("Undercover for 5 players")
+    assert (spec.template, spec.rules["players"]) == ("spy", 5)
