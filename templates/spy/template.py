@@ -48,7 +48,7 @@ KEYWORDS = {
     "who is the spy": 5.0,
     "who's the spy": 5.0,
     "spy": 3.0,
-    "undercover": 3.0,
+    "undercover": 5.0,
     "impostor": 3.0,
     "hidden identities": 2.0,
     "odd one out": 2.0,
