@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, TypeVar, cast
 
 from swarm_engine.client import Episode, Task
 from swarm_engine.types import Outcome
+from vibe.judging import Play
 
 Key = TypeVar("Key", bound=Hashable)
 Rewards = dict[str, float]
 """By agent."""
-Play = Callable[[Episode, Task], Awaitable[None]]
-"""Plays one episode of a task and ends it."""
 
 
 def deal(rewards: Mapping[Key, Rewards], seed: int) -> dict[Key, Rewards]:

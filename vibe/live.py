@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, SwarmUnavailableError, Task
+from swarm_engine.client import AsyncSwarmClient, EpisodeResult, SwarmError, SwarmUnavailableError, Task
 from swarm_engine.config import EngineConfig
-from swarm_engine.types import EngineState, Mode, Outcome
+from swarm_engine.types import EngineState, Mode
 from vibe.embedded import Swarm
 from vibe.errors import GameError, UsageError
+from vibe.judging import Play, is_judged
 
 T = TypeVar("T")
 
-Play = Callable[[Episode, Task], Awaitable[None]]
-"""Plays one episode of a task and ends it."""
-
-POLL_S = 0.05
-"""Between two looks at an engine that boots."""
 MAX_ROUNDS = 5
 """An environment that fails now and then is played again; one that always does ends the run."""
 RESTARTS = 1
@@ -61,7 +57,7 @@ class Progress:
                 self.cause = payload["cause"]
             case "config":
                 self.config = dict(payload["config"])
-            case "episode" if payload["mode"] == Mode.TRAIN and is_judged(payload):
+            case "episode" if payload["mode"] == Mode.TRAIN and is_judged(payload["rewards"], payload["outcome"]):
                 self.waiting[payload["episode_id"]] = payload["task_id"]
             case "drop":
                 self.waiting.pop(payload["episode_id"], None)
@@ -106,12 +102,6 @@ class Progress:
         there = Counter(self.waiting.values())
         wanted = {task.task_id: group_size - there[task.task_id] for task in tasks}
         return {task_id: count for task_id, count in wanted.items() if count > 0}
-
-
-def is_judged(episode: Mapping[str, Any]) -> bool:
-    """Whether an episode event counts towards its group: the environment worked and somebody got a reward."""
-    has_reward = any(reward is not None for reward in episode["rewards"].values())
-    return has_reward and episode["outcome"] != Outcome.ENV_ERROR
 
 
 class LiveSwarm:
@@ -252,11 +242,10 @@ class LiveSwarm:
         await self._boot()
 
     async def _boot(self) -> None:
-        await self.client.start(self.config.model_dump(mode="json"))
-        while (status := await self.client.status()).state is EngineState.BOOTING:
-            await asyncio.sleep(POLL_S)
-        if status.state is EngineState.FAILED:
-            raise self.swarm.explain(f"the engine failed while it started: {status.reason}")
+        try:
+            await self.client.start(self.config.model_dump(mode="json"), wait=True)
+        except SwarmUnavailableError as error:
+            raise self.swarm.explain(str(error)) from error
         await self._catch_up()
 
     async def _catch_up(self) -> None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,16 @@ from vibe.control import Shuffled
 from vibe.embedded import Swarm, embedded_swarm, read_token
 from vibe.envs import Env, EnvCrashedError, EnvHost, EnvTimeoutError
 from vibe.errors import INTERRUPTED, GameError, StoppedError, TooSmallError, UsageError, VibeError
-from vibe.live import LiveSwarm, Play
+from vibe.judging import (
+    MIN_SHARE_WITH_VARIANCE,
+    NUM_PROBE_GROUPS,
+    Play,
+    is_judged,
+    mean_reward,
+    scripted_rewards,
+    share_with_variance,
+)
+from vibe.live import LiveSwarm
 from vibe.project import POLICY, RESULTS_FILE, ProjectSpec, parse_changes
 from vibe.record import Record
 from vibe.run_folder import locked
@@ -44,9 +53,6 @@ SERVER_FILE = "server.json"
 HELD_OUT = "heldout"
 NUM_SAMPLES = 3
 """Games shown at the end, move by move."""
-MIN_SHARE_WITH_VARIANCE = 1 / 3
-"""Fewer groups with different rewards than this, and a policy of this size learns nothing in the time there is."""
-NUM_PROBE_GROUPS = 12
 
 Rollout = Callable[..., Awaitable[None]]
 """`rollout(episode, env, seed, *, temperature)` of a project's workflow.py."""
@@ -216,12 +222,8 @@ class Run:
             if self.record.find("level", player=player):
                 continue
             env = self._env()
-            rewards = []
-            for index in range(self.spec.training.eval_games):
-                turn = await env.reset(seeds.held_out_seed(index))
-                while "rewards" not in turn:
-                    turn = await env.step(await env.suggest(player))
-                rewards.append(mean_reward(turn["rewards"]))
+            games = map(seeds.held_out_seed, range(self.spec.training.eval_games))
+            rewards = await scripted_rewards(env, player, games)
             await env.close()
             interval = t_interval(rewards)
             assert interval, "an evaluation has at least two games"
@@ -299,7 +301,7 @@ class Run:
             mode=Mode.EVAL,
             tags={"split": HELD_OUT, "temperature": f"{temperature:g}", "label": label},
         )
-        rewards = [mean_reward(result.rewards) for result in results if is_judged(result)]
+        rewards = [mean_reward(result.rewards) for result in results if is_judged(result.rewards, result.outcome)]
         interval = t_interval(rewards)
         if interval is None:
             raise GameError(
@@ -392,22 +394,6 @@ class Watched:
     def _seen(self, turn: dict[str, Any]) -> dict[str, Any]:
         self.record = turn["record"] if "rewards" in turn else None
         return turn
-
-
-def mean_reward(rewards: Mapping[str, float | None]) -> float:
-    """What an episode is worth: the mean over its judged agents."""
-    judged = [reward for reward in rewards.values() if reward is not None]
-    return sum(judged) / len(judged)
-
-
-def share_with_variance(rewards_by_group: Sequence[Sequence[float]]) -> float:
-    """Share of groups whose rewards differ at all; 0 where there is no group."""
-    return sum(len(set(rewards)) > 1 for rewards in rewards_by_group) / max(len(rewards_by_group), 1)
-
-
-def is_judged(result: EpisodeResult) -> bool:
-    """Whether anybody in an episode got a reward."""
-    return any(reward is not None for reward in result.rewards.values())
 
 
 def by_agent(results: Iterable[EpisodeResult]) -> list[list[float]]:

@@ -31,6 +31,13 @@ from swarm_engine.seeding import derive_seed
 from vibe import seeds
 from vibe.envs import Env, EnvHost
 from vibe.errors import VibeError
+from vibe.judging import (
+    MIN_SHARE_WITH_VARIANCE,
+    NUM_PROBE_GROUPS,
+    mean_reward,
+    scripted_rewards,
+    share_with_variance,
+)
 from vibe.library import Template
 from vibe.run_folder import make_folder
 from vibe.spec import RuleValue
@@ -44,9 +51,7 @@ MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_t
 SIDE_BY_SIDE = 64
 """Games played at once."""
 NUM_LEVEL_GAMES = 200
-NUM_PROBE_GROUPS, PROBE_GROUP_SIZE = 24, 8
-MIN_SHARE_WITH_VARIANCE = 1 / 3
-"""Fewer groups with different rewards than this leave reinforcement learning flat."""
+PROBE_GROUP_SIZE = 8
 MAX_REPLY_TOKENS = 8
 FALLBACK_SHARE = 0.3
 """Share of scripted play where random play alone leaves learning flat and the template states none."""
@@ -266,10 +271,10 @@ async def build(
     minutes = (time.monotonic() - started) / 60
     tell("measuring what the weights can do")
     async with EnvHost(template.path, rules) as host:
-        levels = {player: Level.of(await scripted_rewards(host, player)) for player in template.levels}
         games = [seeds.build_seed("level", index) for index in range(NUM_LEVEL_GAMES)]
-        sampled = [mean_reward(end) for end in await play(policy, host, games, temperature=1.0)]
-        greedy = [mean_reward(end) for end in await play(policy, host, games, temperature=0.0)]
+        levels = {player: Level.of(await scripted_rewards(host.env(), player, games)) for player in template.levels}
+        sampled = [mean_reward(end["rewards"]) for end in await play(policy, host, games, temperature=1.0)]
+        greedy = [mean_reward(end["rewards"]) for end in await play(policy, host, games, temperature=0.0)]
         groups = [seeds.build_seed("probe", index) for index in range(NUM_PROBE_GROUPS)]
         ends = await play(policy, host, [game for game in groups for _ in range(PROBE_GROUP_SIZE)], temperature=1.0)
     card = Card(
@@ -285,7 +290,7 @@ async def build(
         scripted=levels["scripted"],
         sampled=Level.of(sampled),
         greedy=Level.of(greedy),
-        share_with_variance=round(share_with_variance(ends, PROBE_GROUP_SIZE), 4),
+        share_with_variance=round(share_with_variance(by_agent(ends, PROBE_GROUP_SIZE)), 4),
     )
     tell(card.in_words())
     return policy, card
@@ -379,18 +384,6 @@ async def _demonstrate(env: Env, seed: int, share: float) -> list[Conversation]:
     return [talks[seat] for seat in sorted(talks)]
 
 
-async def scripted_rewards(host: EnvHost, player: str, num_games: int = NUM_LEVEL_GAMES) -> list[float]:
-    """What a scripted player earns in the games that the weights are measured on."""
-    env = host.env()
-    rewards = []
-    for index in range(num_games):
-        turn = await env.reset(seeds.build_seed("level", index))
-        while "rewards" not in turn:
-            turn = await env.step(await env.suggest(player))
-        rewards.append(mean_reward(turn))
-    return rewards
-
-
 async def play(
     policy: LoadedPolicy, host: EnvHost, games: Sequence[int], *, temperature: float, seed: int = 0
 ) -> list[dict[str, Any]]:
@@ -443,18 +436,10 @@ async def _play_side_by_side(
     return turns
 
 
-def mean_reward(end: Mapping[str, Any]) -> float:
-    """The mean reward of a game's trained agents."""
-    return statistics.fmean(end["rewards"].values())
-
-
-def share_with_variance(ends: Sequence[Mapping[str, Any]], group_size: int) -> float:
-    """Of the groups of one agent in the attempts at one game, how many hold different rewards."""
-    varied = []
-    for start in range(0, len(ends), group_size):
-        group = [end["rewards"] for end in ends[start : start + group_size]]
-        varied += [len({rewards[agent] for rewards in group}) > 1 for agent in group[0]]
-    return statistics.fmean(varied)
+def by_agent(ends: Sequence[Mapping[str, Any]], group_size: int) -> list[list[float]]:
+    """Rewards of each agent over the attempts at one game, which lie side by side in `ends`."""
+    groups = [ends[start : start + group_size] for start in range(0, len(ends), group_size)]
+    return [[end["rewards"][agent] for end in group] for group in groups for agent in group[0]["rewards"]]
 
 
 def blank_policy(nano: Path, seed: int) -> LoadedPolicy:

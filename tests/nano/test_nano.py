@@ -17,6 +17,7 @@ from swarm_engine.models.loading import load_policy, save_policy
 from swarm_engine.tracker.codec import ChatCodec
 from vibe import library, seeds, warmup
 from vibe.envs import EnvHost
+from vibe.judging import mean_reward
 from vibe.warmup import Card
 
 GAMES = library.names()
@@ -67,7 +68,7 @@ def test_the_weights_earn_what_the_card_says(game: str, tmp_path: Path) -> None:
     async def play() -> list[float]:
         async with EnvHost(template.path, template.defaults) as host:
             ends = await warmup.play(policy, host, games, temperature=1.0)
-        return [warmup.mean_reward(end) for end in ends]
+        return [mean_reward(end["rewards"]) for end in ends]
 
     level = warmup.Level.of(asyncio.run(play()))
     assert abs(level.mean - card.sampled.mean) < 4 * level.se + 1e-9

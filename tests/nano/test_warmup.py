@@ -14,6 +14,7 @@ import pytest
 from swarm_engine.models import NANO_DIR
 from vibe import library, seeds, warmup
 from vibe.envs import EnvHost
+from vibe.judging import share_with_variance
 from vibe.warmup import Card, Level, Plan
 
 NIM = library.load("nim")
@@ -158,7 +159,7 @@ def test_a_level_is_a_mean_with_its_error() -> None:
 
 def test_variance_is_counted_by_agent_within_the_attempts_at_one_game() -> None:
     ends = [{"rewards": {"a": a, "b": b}} for a, b in ((0, 1), (0, 0), (1, 1), (1, 1))]
-    assert warmup.share_with_variance(ends, 2) == 0.25  # only b in the first game
+    assert share_with_variance(warmup.by_agent(ends, 2)) == 0.25  # only b in the first game
 
 
 def test_a_policy_plays_in_this_process_as_its_seed_says() -> None:
