@@ -27,13 +27,6 @@ class RequirementKind(StrEnum):
     """It sets one or more of the template's knobs."""
 
 
-class Enforcement(StrEnum):
-    """Who sees to it that a requirement holds."""
-
-    CODE = "code"
-    """env.py and rewards.py, which no reply of the model can talk out of it."""
-
-
 class Requirement(Frozen):
     """One thing the user asked for and got."""
 
@@ -47,7 +40,6 @@ class Requirement(Frozen):
     """The same in the template's terms."""
     rules: tuple[str, ...] = ()
     """Knobs it sets; empty where the template works that way for every setting."""
-    enforcement: Enforcement = Enforcement.CODE
 
 
 class Unused(Frozen):
