@@ -54,13 +54,6 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 
-PLANS = {
-    "gridwalk": warmup.Plan(share=0.3, num_episodes=9_000, num_updates=600),
-    "nim": warmup.Plan(share=0.1, num_episodes=9_000, num_updates=300),
-    "spy": warmup.Plan(share=0.3, num_episodes=9_000, num_updates=1600),
-    "tictactoe": warmup.Plan(share=0.3, num_episodes=9_000, num_updates=500),
-}
-
 CORPUS_RULES: dict[str, list[dict[str, int]]] = {
     "tictactoe": [{}, {"size": 4}],
     "spy": [{}, {"players": 6, "rounds": 2}],
@@ -92,20 +85,21 @@ turn round rule legal
 def main() -> int:
     """Parse, build, write the card."""
     parser = argparse.ArgumentParser(description="Build the embedded model.")
-    parser.add_argument("--games", nargs="*", choices=sorted(PLANS), help="only these, on the tokenizer that is there")
+    parser.add_argument(
+        "--games", nargs="*", choices=library.names(), help="only these, on the tokenizer that is there"
+    )
     parser.add_argument("--out", type=Path, default=NANO_DIR)
     args = parser.parse_args()
     torch.set_num_threads(1)  # small matrices: a second thread costs more than it gives
     (args.out / "weights").mkdir(parents=True, exist_ok=True)
     if not args.games:
         write_tokenizer(args.out)
-    for game in args.games or PLANS:
+    for game in args.games or library.names():
         started = time.monotonic()
         template = library.load(game)
+        (plan,) = warmup.plans(template)
         policy, card = asyncio.run(
-            warmup.build(
-                template, template.defaults, PLANS[game], nano=args.out, tell=lambda line: print(line, flush=True)
-            )
+            warmup.build(template, template.defaults, plan, nano=args.out, tell=lambda line: print(line, flush=True))
         )
         tensors = {name: view.to(torch.bfloat16).contiguous() for name, view in policy.model.named_weights()}
         path = args.out / "weights" / f"{game}.safetensors"

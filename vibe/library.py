@@ -88,6 +88,8 @@ class Template:
     """Shipped policy for the default rules, a name of `swarm_engine.models`."""
     warm_up_share: float | None
     """Share of scripted play in the games that its start weights are cloned from; None where nobody has tried."""
+    warm_up_updates: int
+    """Updates of cloning that make them."""
     levels: tuple[str, ...] = ("random", "scripted")
     """Scripted players whose rewards a policy's are shown beside: legal random play and an honest one."""
 
@@ -180,6 +182,7 @@ def load(name: str) -> Template:
         examples=tuple(about.EXAMPLES),
         start_weights=about.START_WEIGHTS,
         warm_up_share=about.WARM_UP_SHARE,
+        warm_up_updates=about.WARM_UP_UPDATES,
     )
 
 

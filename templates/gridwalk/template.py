@@ -11,6 +11,8 @@ TITLE = "Grid walk"
 START_WEIGHTS = "nano-gridwalk"
 WARM_UP_SHARE = 0.3
 """Share of scripted play in the games that start weights are cloned from; the rest is random legal play."""
+WARM_UP_UPDATES = 600
+"""Updates of cloning that leave them legal mostly and far from good."""
 
 KNOBS: dict[str, dict[str, Any]] = {
     "size": {

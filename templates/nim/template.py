@@ -11,6 +11,8 @@ TITLE = "Nim"
 START_WEIGHTS = "nano-nim"
 WARM_UP_SHARE = 0.1
 """Share of scripted play in the games that start weights are cloned from; the rest is random legal play."""
+WARM_UP_UPDATES = 300
+"""Updates of cloning that leave them legal mostly and far from good."""
 
 KNOBS: dict[str, dict[str, Any]] = {
     "stones": {

@@ -258,6 +258,6 @@ def clues_of(word: str) -> list[str]:
 
 
 def says(word: str, text: str) -> bool:
-    """Whether the letters of a reply hold the word: plain, plural, inside a sentence, spelled with dashes or accents."""
+    """Whether the letters of a reply hold the word: plain, plural, in a sentence, spelled with dashes or accents."""
     letters = "".join(char for char in unicodedata.normalize("NFKD", text[:10_000]).casefold() if char.isalpha())
     return word in letters

@@ -11,6 +11,8 @@ TITLE = "Who is the spy"
 START_WEIGHTS = "nano-spy"
 WARM_UP_SHARE = 0.3
 """Share of scripted play in the games that start weights are cloned from; the rest is random legal play."""
+WARM_UP_UPDATES = 1600
+"""Updates of cloning that leave them legal mostly and far from good."""
 
 KNOBS: dict[str, dict[str, Any]] = {
     "players": {
