@@ -207,6 +207,8 @@ class LiveSwarm:
             concurrency=max(self.config.sampler.max_running, self.num_episodes_per_update),
             mode=mode,
             tags=dict(tags or {}),
+            # After an interruption a batch lacks only some places of its groups.
+            is_partial=True,
         )
 
     async def _surviving(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:

@@ -354,15 +354,25 @@ class AsyncSwarmClient:
         mode: Mode = Mode.TRAIN,
         tags: Mapping[str, str] | None = None,
         on_episode: OnEpisode | None = None,
+        is_partial: bool = False,
     ) -> list[wire.EpisodeResult]:
         """Play every task `group_size` times, up to `concurrency` episodes side by side.
 
         Claims go out in the order of the tasks, so a lockstep run repeats itself. An episode that is lost is played
         again; any other exception of a rollout ends the run after the others were aborted.
 
+        Args:
+            is_partial: in training, the episodes fill up groups that others have begun or will fill, so `group_size`
+                need not be the server's.
+
         Returns:
             One result an episode, in the order of tasks and places.
+
+        Raises:
+            GroupSizeError: in training, the server's groups have another size, so the run would fill none.
         """
+        if mode is Mode.TRAIN and not is_partial:
+            wire.check_group_size(await self.status(), group_size)
         results: dict[int, wire.EpisodeResult] = {}
         claimed: dict[int, Episode] = {}
         free = asyncio.Semaphore(concurrency)

@@ -6,6 +6,7 @@ SwarmError
 │   ├── ContextLengthError     the prompt leaves no room for a reply; end the episode as truncated
 │   └── EpisodeLostError       the episode is gone; claim its task again
 ├── ClaimTimeoutError          no episode was free in time; `reason` says why
+├── GroupSizeError             a run plays its tasks as often as no group of the server has places
 ├── EpisodeNotEndedError       a rollout left its episode without `end`
 └── SwarmProtocolError         the answer is not one of a swarm's
 """
@@ -52,6 +53,10 @@ class ClaimTimeoutError(SwarmError):
         )
         self.reason = reason
         """What the server was doing."""
+
+
+class GroupSizeError(SwarmError):
+    """A train run would fill no group: the server's have another size."""
 
 
 class EpisodeNotEndedError(SwarmError):

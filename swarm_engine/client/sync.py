@@ -272,12 +272,15 @@ class SwarmClient:
         mode: Mode = Mode.TRAIN,
         tags: Mapping[str, str] | None = None,
         on_episode: OnEpisode | None = None,
+        is_partial: bool = False,
     ) -> list[wire.EpisodeResult]:
         """Play every task `group_size` times, up to `concurrency` episodes side by side, each in a thread.
 
         Claims go out in the order of the tasks. An episode that is lost is played again; any other exception of a
-        rollout ends the run once the episodes that run have ended.
+        rollout ends the run once the episodes that run have ended. Arguments and errors as the async client's.
         """
+        if mode is Mode.TRAIN and not is_partial:
+            wire.check_group_size(self.status(), group_size)
         results: dict[int, wire.EpisodeResult] = {}
         free = threading.Semaphore(concurrency)
 

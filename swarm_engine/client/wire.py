@@ -11,6 +11,7 @@ from urllib.parse import quote
 from swarm_engine.client.errors import (
     ContextLengthError,
     EpisodeLostError,
+    GroupSizeError,
     SwarmProtocolError,
     SwarmRequestError,
     SwarmUnavailableError,
@@ -55,6 +56,7 @@ class PoolStatus:
     tasks: int
     informative_tasks: int
     targets: Mapping[str, int]
+    """Of a batch: `episodes`, `tasks` and `group_size`, the episodes of each task; 0 before the first start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +320,20 @@ class EventReader:
                 found = json.loads(b"\n".join(self._data))
                 self._data.clear()
                 yield Event(seq=found["seq"], at=found["at"], kind=found["kind"], payload=found["payload"])
+
+
+def check_group_size(status: Status, group_size: int) -> None:
+    """Refuse a train run that would fill no group.
+
+    Raises:
+        GroupSizeError: the engine runs and its groups have another size.
+    """
+    wanted = status.pool.targets["group_size"]
+    if status.state not in (EngineState.OFFLINE, EngineState.FAILED) and group_size != wanted:
+        raise GroupSizeError(
+            f"group_size is {group_size}, the server trains on groups of {wanted}, so no group would be filled; "
+            f"pass group_size={wanted}, or start the engine with trainer.group_size {group_size}"
+        )
 
 
 def places(tasks: Sequence[Task], group_size: int) -> Iterator[tuple[int, Task]]:

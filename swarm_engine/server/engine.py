@@ -479,6 +479,7 @@ class Engine:
                 "targets": {
                     "episodes": trainer.tasks_per_update * trainer.group_size if trainer else 0,
                     "tasks": trainer.tasks_per_update if trainer else 0,
+                    "group_size": trainer.group_size if trainer else 0,
                 },
             },
             "clients": self.roster.clients(),

@@ -79,6 +79,8 @@ class Roster:
         self._on_barren = on_barren
         self._num_unjudged = 0
         """Train episodes in a row that ended without a reward."""
+        self._num_abandoned = 0
+        """Judged train episodes that were dropped with their groups since the last batch."""
         self._loaded: Loaded | None = None
         self._live: dict[str, LiveEpisode] = {}
         self._lost: dict[str, str] = {}
@@ -95,7 +97,7 @@ class Roster:
     def open(self, loaded: Loaded) -> None:
         """Serve with a freshly booted engine: the journal's completed episodes take their places again."""
         self._loaded = loaded
-        self._num_unjudged = 0
+        self._num_unjudged = self._num_abandoned = 0
         rows = self._journal.open_episodes()
         self._completed = {row.episode_id: episode_records.validate_json(row.record).episode for row in rows}
         pooled = [
@@ -123,6 +125,7 @@ class Roster:
 
     def take(self, record: BatchRecord) -> tuple[Episode, ...]:
         """The episodes of a batch, which are let go."""
+        self._num_abandoned = 0
         return tuple(self._completed.pop(episode_id) for episode_id in record.episode_ids)
 
     @property
@@ -250,15 +253,28 @@ class Roster:
         """Remember since when groups are idle; whether some are while claims wait."""
         now = time.monotonic()
         self._idle_since = {group: self._idle_since.get(group, now) for group in loaded.pool.idle_groups()}
-        return bool(self._waiters and self._idle_since)
+        return bool(self._groups_waited_for() and self._idle_since)
+
+    def _groups_waited_for(self) -> int:
+        """How many groups the train claims that wait could begin; claims of one task share a group."""
+        requests = [waiter.request for waiter in self._waiters if waiter.request.mode is Mode.TRAIN]
+        return len({(request.task_id, request.group_id) for request in requests})
 
     def give_up_idle_groups(self, loaded: Loaded) -> None:
-        """Drop groups that have been idle for too long; a client that is gone must not stop the others."""
+        """Drop groups that have been idle for too long; a client that is gone must not stop the others.
+
+        No more than others wait for: what is left may still be filled. Empty ones go first, then the longest idle.
+        """
         now = time.monotonic()
+        overdue: list[tuple[bool, float, str]] = []
         for group_id, has_completed in loaded.pool.idle_groups().items():
             grace = loaded.config.lease_s if has_completed else min(EMPTY_GROUP_GRACE_S, loaded.config.lease_s)
-            if now - self._idle_since.get(group_id, now) >= grace:
-                self._give_up(loaded, group_id)
+            since = self._idle_since.get(group_id, now)
+            if now - since >= grace:
+                overdue.append((has_completed, since, group_id))
+        for _, _, group_id in sorted(overdue)[: self._groups_waited_for()]:
+            self._give_up(loaded, group_id)
+        self._note_abandoned(loaded)
 
     def _give_up(self, loaded: Loaded, group_id: str) -> None:
         dropped = loaded.pool.drop_group(group_id)
@@ -267,8 +283,18 @@ class Roster:
         for episode_id in dropped:
             del self._completed[episode_id]
             self.drops["group_abandoned"] += 1
+            self._num_abandoned += 1
             writes.append(EventWrite.of("drop", episode_id=episode_id, group_id=group_id, reason="group_abandoned"))
         self._journal.append(*writes)
+
+    def _note_abandoned(self, loaded: Loaded) -> None:
+        """Clients that play a task less often than a group has places would be busy for ever and train nothing."""
+        size = loaded.config.trainer.group_size
+        if self._num_abandoned >= BARREN_BATCHES * size * loaded.config.trainer.tasks_per_update:
+            self._on_barren(
+                f"{self._num_abandoned} judged train episodes were dropped since the last update, for nobody filled "
+                f"their groups; play every task {size} times (trainer.group_size), and start again"
+            )
 
     # Leases and losses
 

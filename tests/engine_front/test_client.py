@@ -17,6 +17,7 @@ from swarm_engine.client import (
     EpisodeNotEndedError,
     EpisodeResult,
     Event,
+    GroupSizeError,
     SwarmClient,
     SwarmProtocolError,
     SwarmUnavailableError,
@@ -78,6 +79,30 @@ def test_a_call_after_the_end_ends_the_run_instead_of_playing_the_task_again(ser
     with served.client() as client, pytest.raises(EpisodeLostError, match="does not run any more"):
         client.run(TASKS[:1], late_too, group_size=1, concurrency=1, mode=Mode.EVAL)
     assert len(set(played)) == len(played) == 2
+
+
+def test_a_train_run_whose_groups_are_not_the_servers_is_refused_before_it_claims(
+    serving: Callable[..., Served],
+) -> None:
+    served = serving()
+
+    async def work(client: AsyncSwarmClient) -> None:
+        await client.start(SMALL, wait=True)
+        assert (await client.status()).pool.targets == {"episodes": 4, "tasks": 2, "group_size": 2}
+
+        async def win(episode: Episode, _: Task) -> None:
+            await episode.end(reward=1.0)
+
+        with pytest.raises(GroupSizeError, match=r"is 3.*groups of 2.*pass group_size=2.*trainer.group_size 3"):
+            await client.run(TASKS, win, group_size=3, concurrency=4)
+        assert (await client.status()).pool.episodes == 0
+        await client.run(TASKS[:1], win, group_size=3, concurrency=4, mode=Mode.EVAL)
+        await client.run(TASKS[:1], win, group_size=1, concurrency=4, is_partial=True)
+        assert (await client.status()).pool.episodes == 1
+
+    with_client(served, work)
+    with served.client() as client, pytest.raises(GroupSizeError, match="is 1, the server trains on groups of 2"):
+        client.run(TASKS, lambda *_: None, group_size=1, concurrency=1)
 
 
 def test_an_event_is_read_whole_in_whatever_pieces_its_bytes_come() -> None:

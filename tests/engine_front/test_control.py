@@ -8,6 +8,7 @@ import socket
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -367,6 +368,31 @@ def test_a_group_that_nobody_works_on_is_given_up_while_others_wait(serving: Cal
             episode.end(reward=0.0)
         drops = [one.payload for one in client.events(follow=False) if one.kind == "drop"]
         assert drops == [{"episode_id": done.episode_id, "group_id": "left behind#0", "reason": "group_abandoned"}]
+
+
+def test_no_more_groups_are_given_up_than_others_wait_for(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start({**SMALL, "lease_s": 1.0}, wait=True)
+        for task in ("a", "b"):
+            client.episode(task).end(reward=1.0)
+        with client.episode("c", wait_s=20) as episode:
+            drops = [one.payload["group_id"] for one in client.events(follow=False) if one.kind == "drop"]
+            assert drops == ["a#0"]
+            assert client.status().pool.episodes == 1
+            episode.end(reward=0.0)
+
+
+def test_groups_that_are_never_filled_stop_the_run_with_a_reason(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start({**SMALL, "lease_s": 0.2}, wait=True)
+        for number in range(13):
+            client.episode(f"t{number}", wait_s=20).end(reward=1.0)
+        with pytest.raises(SwarmUnavailableError, match="nobody filled their groups; play every task 2 times"):
+            client.episode("t13", wait_s=20)
+        drops = Counter(one.payload["reason"] for one in client.events(follow=False) if one.kind == "drop")
+        assert drops == {"group_abandoned": 12}
 
 
 # Leases and time limits

@@ -326,7 +326,7 @@ def test_a_judge_that_never_judges_stops_the_run_with_a_reason(serving: Callable
     """B087."""
     with serving().client() as client:
         client.start(CONFIG, wait=True)
-        play(client, "a", size=1)
+        client.episode("a").end(reward=1.0)
         for _ in range(11):
             client.episode("b").end(reward=None)
         client.episode("b").end(reward=1.0)
