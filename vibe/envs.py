@@ -195,8 +195,6 @@ class _Child:
         self._fault: EnvError | None = None
         """Why it can't be used any more."""
         self._readers: list[asyncio.Task[None]] = []
-        self.limits_set: tuple[str, ...] = ()
-        """Limits that this system knows."""
 
     @classmethod
     async def start(cls, project: Path, limits: Limits, scratch: str) -> Self:
@@ -226,7 +224,6 @@ class _Child:
             if isinstance(error, TimeoutError):
                 raise fault from error
             raise
-        child.limits_set = tuple(json.loads(hello)["hello"])
         child._readers.append(asyncio.create_task(child._answer()))
         return child
 
