@@ -136,7 +136,7 @@ def _approver(told: Reporter, study: str, *, yes: bool) -> Callable[[Plan], Appr
             return Approval(True, "--yes")
         if not isinstance(told, PlainReporter) or not sys.stdin.isatty():
             raise A3RError(f"the plan {plan.sha256[:12]} waits for a yes: a3r resume {study} --yes")
-        answer = told.console.input("\nRun it? [y/N] ").strip().lower()
+        answer = told.console.input("\nRun it? [y/N] ", markup=False).strip().lower()
         return Approval(answer in {"y", "yes"}, "user")
 
     return ask
@@ -161,9 +161,9 @@ def _say_answer(study: str, database: Database, home: Home, told: Reporter) -> N
         console = told.console
         console.print()
         for claim in answers:
-            console.print(plain(claim.text_template, source), style="bold", markup=False)
+            console.print(plain(claim.text_template, source), style="bold", markup=False, soft_wrap=True)
             for caveat in claim.caveats:
-                console.print(plain(caveat, source), style="dim", markup=False)
-        console.print(f"\nverify: a3r verify {study}", markup=False)
+                console.print(plain(caveat, source), style="dim", markup=False, soft_wrap=True)
+        console.print(f"\nverify: a3r verify {study}", markup=False, soft_wrap=True)
         # Nothing may break the path's line: it is what scripts and people take away.
         print(f"report: {report / 'report.md'}\nreport: {report / 'report.html'}", flush=True)

@@ -92,7 +92,9 @@ class LocalExecutor:
         """See `Executor.cancel`."""
         wanted = [key for key in keys if not self._status(key).state.is_final]
         for key in wanted:
-            (self._root / key / "cancel").touch()
+            # A full disk must not keep a job from being ended; the mark only keeps a waiting one from being started.
+            with contextlib.suppress(OSError):
+                (self._root / key / "cancel").touch()
             self._signal(key, signal.SIGTERM)
         deadline = time.monotonic() + CANCEL_TIMEOUT_S
         while any(self._status(key).state is JobState.RUNNING for key in wanted):

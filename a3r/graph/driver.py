@@ -65,7 +65,7 @@ def drive(study_id: str, deps: Deps, ask: Ask) -> StudyStatus:
         )
     if row.status in ENDED:
         return row.status
-    with lease(paths.lock, study_id), saver(paths.checkpoints) as checkpointer:
+    with lease(paths.lock, study_id), saver(paths.checkpoints) as checkpointer, _no_job_unwatched(study_id, deps):
         graph = build_graph(deps, checkpointer)
         config: RunnableConfig = {
             "configurable": {"thread_id": study_id},
@@ -87,6 +87,18 @@ def drive(study_id: str, deps: Deps, ask: Ask) -> StudyStatus:
     if status not in ENDED:
         raise A3RError(f"the graph of study {study_id} ended, but the study is {status}; run `a3r resume {study_id}`")
     return status
+
+
+@contextlib.contextmanager
+def _no_job_unwatched(study_id: str, deps: Deps) -> Iterator[None]:
+    """After an error nobody watches the study's jobs, so they end; they go on from their last update on resume."""
+    try:
+        yield
+    except StoppedError:
+        raise
+    except Exception:
+        deps.executor.cancel(key for key in deps.executor.list() if key.startswith(study_id))
+        raise
 
 
 @contextlib.contextmanager

@@ -284,6 +284,7 @@ def test_the_checkpoint_holds_ids_and_stays_small(lab_in):
     assert set(state) == {"study_id", "graph_version", "plan_sha", "is_approved", "stage", "leaf"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_cancels_what_runs_keeps_what_is_done_and_resume_goes_on(lab_in):
     lab = lab_in({"*": {"step_s": 0.1}, "group_size=8": {"rise": 0.6}}, processes=2)
     study = lab.begin(EXAMPLE)
@@ -322,6 +323,26 @@ def test_a_step_that_fails_says_so_and_can_be_done_again(lab_in):
         lab.go(study)
     assert store.study(lab.deps.database, study).status_reason == "no room left"
     lab.deps.workshop.build = build
+    assert lab.go(study) is StudyStatus.DONE
+
+
+@pytest.mark.slow
+def test_an_error_leaves_no_job_running_and_resume_goes_on(lab_in):
+    lab = lab_in({"*": {"step_s": 0.3}, "group_size=8": {"rise": 0.6}}, processes=2)
+    study = lab.begin(EXAMPLE)
+    tell = lab.deps.tell
+
+    def fail(kind: str, /, **fields: Any) -> None:
+        tell(kind, **fields)
+        if kind == "jobs" and any(status.pid for status in fields["statuses"].values()):
+            raise OSError(28, "No space left on device")
+
+    lab.deps.tell = fail
+    with pytest.raises(OSError, match="No space left"):
+        lab.go(study)
+    states = lab.deps.executor.poll(lab.deps.executor.list()).values()
+    assert all(status.state.is_final for status in states)
+    lab.deps.tell = tell
     assert lab.go(study) is StudyStatus.DONE
 
 
@@ -371,6 +392,7 @@ def test_a_study_killed_again_and_again_submits_each_job_once_and_ends_as_if_it_
     assert all(checks(lab, study).values())
 
 
+@pytest.mark.slow
 def test_a_lost_job_is_started_again_as_a_new_attempt(lab_in):
     lab = lab_in({"*": {"step_s": 0.1}, "group_size=8": {"rise": 0.6}}, processes=3)
     study = lab.begin(EXAMPLE)
