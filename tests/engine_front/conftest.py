@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from swarm_engine.client import SwarmClient
-from swarm_engine.server.serve import ServeOptions, listening
+from swarm_engine.server.serve import Front, ServeOptions, listening
 
 HERE = Path(__file__).parent
 # Test modules are imported without a package; this lets them share `tiny_tokenizer`.
@@ -35,6 +35,8 @@ class Served:
     run_dir: Path
     tokens: dict[str, str]
     pid: int
+    front: Front | None = None
+    """The front itself, where it runs on a thread."""
 
     def client(self, role: str = "operator") -> SwarmClient:
         return SwarmClient(self.url, self.tokens[role])
@@ -44,9 +46,10 @@ class Served:
 class Process(Served):
     """A server that runs as `swarm serve`."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | None = None
 
     def stop(self, number: int = signal.SIGTERM) -> int:
+        assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(30)
@@ -79,7 +82,7 @@ def serve_process(run_dir: Path, *words: str, worker: tuple[str, ...] = (), stdi
     assert line, log_of(run_dir).read_text()
     about = json.loads(line)
     tokens = json.loads(Path(about["token_file"]).read_text())
-    return Process(about["url"], run_dir, tokens, about["pid"], process)
+    return Process(about["url"], run_dir, tokens, about["pid"], process=process)
 
 
 @contextlib.contextmanager
@@ -92,7 +95,7 @@ def serve_thread(run_dir: Path, *, worker: tuple[str, ...] = (), **knobs: Any) -
         ending = asyncio.Event()
         async with listening(ServeOptions(run_dir, worker_command=worker)) as front:
             tokens = json.loads(front.token_file.read_text())
-            up.put((Served(front.url, run_dir, tokens, os.getpid()), asyncio.get_running_loop(), ending))
+            up.put((Served(front.url, run_dir, tokens, os.getpid(), front), asyncio.get_running_loop(), ending))
             await ending.wait()
             front.ends_because = "the test is over"
 

@@ -148,6 +148,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"made_up": 1}, "made_up"),
     ({"temperature": 3}, "temperature"),
     ({"temperature": True}, "temperature"),
+    ({"temperature": 0.0099}, "temperature"),
+    ({"temperature": 1e-320}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": "5"}, "max_completion_tokens"),
     ({"seed": 1.5}, "seed"),
@@ -190,7 +192,10 @@ def test_values_that_change_nothing_and_labels_are_taken(episode: SyncEpisode) -
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff"])
+DEEP = b'{"messages": [{"role": "user", "content": [{"type": ' + b"[" * 990 + b"]" * 990 + b"}]}]}"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, DEEP], ids=range(7))
 def test_a_body_that_is_no_json_object_is_a_400(episode: SyncEpisode, body: bytes) -> None:
     auth = {"authorization": f"Bearer {episode.api_key}"}
     assert httpx.post(f"{episode.base_url}/chat/completions", headers=auth, content=body).status_code == 400

@@ -291,7 +291,7 @@ def test_a_full_disk_fails_the_engine_and_a_start_after_making_room_goes_on(tmp_
     with serve_thread(run_dir) as served, served.client() as client:
         client.start(CONFIG, wait=True)
         play(client, "a")
-        limit_pages(run_dir, 2)
+        limit_pages(served, 2)
         unwritten = client.episode("b")
         with pytest.raises(SwarmRequestError, match=r"is full.*make room") as caught:
             unwritten.end(reward=1.0, metrics={f"metric {number}": 1.0 for number in range(2000)})
@@ -309,15 +309,10 @@ def test_a_full_disk_fails_the_engine_and_a_start_after_making_room_goes_on(tmp_
     assert Counter(kind for _, kind, _ in events)["episode"] == 4
 
 
-def limit_pages(run_dir: Path, more: int) -> None:
+def limit_pages(served: Served, more: int) -> None:
     """Make SQLite believe that the disk is full after a few more pages of 4 KiB."""
-    import gc
-
-    from swarm_engine.server.journal import Journal
-
-    journals = [one for one in gc.get_objects() if isinstance(one, Journal) and not one.is_closed]
-    (journal,) = [one for one in journals if one.path.parent == run_dir]
-    database = journal._writer_database
+    assert served.front is not None
+    database = served.front.engine.journal._writer_database
     (pages,) = database.execute("PRAGMA page_count").fetchone()
     database.execute(f"PRAGMA max_page_count={pages + more}")
 
@@ -399,6 +394,7 @@ def test_a_server_ends_with_the_program_that_embeds_it_and_its_worker_with_it(tm
     with served.client() as client:
         wait_for_state(client, EngineState.ROLLING)
     worker = worker_of(served)
+    assert served.process is not None
     assert served.process.stdin is not None
     served.process.stdin.close()
     assert served.process.wait(20) == 0
@@ -435,7 +431,7 @@ def test_whatever_is_killed_whenever_no_completed_episode_is_lost_and_none_is_tr
     for client_thread in clients:
         client_thread.start()
     try:
-        for _ in range(6):
+        for _ in range(5):
             time.sleep(draw.uniform(0.3, 1.5))
             if draw.random() < 0.5:
                 served.stop(signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -39,6 +40,28 @@ def test_arguments_are_compared_as_values_and_broken_ones_stay_text() -> None:
     assert canonical(call('{"a": 1, "b": 2}')) == canonical(call('{"b":2,"a":1}'))
     for broken in ('{"q": "x"', "[1,2]", '"abc"'):
         assert call(broken)["tool_calls"][0]["function"]["arguments"] == broken
+
+
+def test_arguments_that_no_tokenizer_takes_are_refused_whether_text_or_object() -> None:
+    def call(arguments: Any) -> dict[str, Any]:
+        return one(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+
+    deep: dict[str, Any] = {}
+    for _ in range(64):
+        deep = {"a": [deep]}
+    for arguments, why in (
+        ({"q": "\ud800"}, "lone surrogate"),
+        ({"q": [{"\ud800": 1}]}, "lone surrogate"),
+        (r'{"q": "\ud800"}', "lone surrogate"),
+        (r'{"\ufdd0": 1}', "noncharacters"),
+        (deep, "nested more than 64 deep"),
+        (json.dumps(deep), "nested more than 64 deep"),
+    ):
+        with pytest.raises(BadRequestError, match=rf"tool_calls\[0\].function.arguments .*{why}"):
+            call(arguments)
+    fine = {"a": [{"b": "🙂", "c": 1.5}], "role": None}
+    assert call(fine) == call(json.dumps(fine))
+    assert call(fine)["tool_calls"][0]["function"]["arguments"] == fine
 
 
 def test_outer_white_space_and_reasoning_do_not_count() -> None:
