@@ -20,6 +20,8 @@ from swarm_engine.types import FinishReason
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
+MIN_TEMPERATURE = 0.01
+"""Lower ones but 0 underflow: the reply is greedy, yet its log-probabilities and their gradients are 1/temperature."""
 
 READ = {
     "model", "messages", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options", "logprobs",
@@ -87,9 +89,14 @@ def parse_chat(body: bytes) -> ChatRequest:
         UnsupportedError: a field or value that this server doesn't take.
     """
     try:
-        raw = json.loads(body)
+        return _parse(json.loads(body))
     except ValueError as error:
         raise BadRequestError(f"the body is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise BadRequestError("the body is nested too deeply", "send flat messages") from error
+
+
+def _parse(raw: Any) -> ChatRequest:
     if not isinstance(raw, dict):
         raise BadRequestError("the body must be a JSON object")
     _refuse_unsupported(raw)
@@ -157,6 +164,12 @@ def _temperature(value: Any) -> float:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 2:
         raise BadRequestError(f"temperature must be a number from 0 to 2, not {value!r}", param="temperature")
+    if 0 < value < MIN_TEMPERATURE:
+        raise BadRequestError(
+            f"temperature {value!r} is too close to 0 to be sampled at and trained",
+            f"take 0 for the likeliest token, or at least {MIN_TEMPERATURE}",
+            param="temperature",
+        )
     return float(value)
 
 

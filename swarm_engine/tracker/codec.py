@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from swarm_engine.errors import BadRequestError, TokenizerError, UnsupportedError
-from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message
+from swarm_engine.tracker.messages import BREAKER, Message
 
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "First question, 1 + 1?"},
@@ -233,8 +233,12 @@ class ChatCodec:
     def protect(self, message: Message) -> Message:
         """The message with every text broken that spells a control token."""
         marker = self._special_marker if message["role"] == "assistant" else self._marker
-        protected: Message = _map_strings(message, lambda text: marker.sub(_break, text) if text else text)
-        return protected
+
+        def change(text: str) -> str:
+            return marker.sub(_break, text)
+
+        # The role is one of ours, and templates compare it; a field of that name inside a tool call is the caller's.
+        return {key: item if key == "role" else _map_strings(item, change) for key, item in message.items()}
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """Protected messages as the model reads them, still holding the breaks.
@@ -360,11 +364,12 @@ def _break(match: re.Match[str]) -> str:
     return text[0] + BREAKER + text[1:]
 
 
-def _map_strings(value: Any, change: Any) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text changed, names of fields included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: item if key == "role" else _map_strings(item, change) for key, item in value.items()}
+        return {change(key): _map_strings(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_map_strings(item, change) for item in value]
     return value
@@ -414,6 +419,3 @@ def _byte_alphabet() -> dict[str, int]:
     table = {chr(byte): byte for byte in printable}
     table.update({chr(0x100 + offset): byte for offset, byte in enumerate(others)})
     return table
-
-
-__all__ = ["BREAKER", "SENTINEL", "ChatCodec", "ChatTemplate", "ReplyText"]

@@ -30,6 +30,9 @@ ROLES = {
     "function": "tool",
 }
 
+MAX_DEPTH = 64
+"""Objects and lists inside each other in a tool call's arguments; everything that reads them recurses."""
+
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
 
@@ -135,13 +138,26 @@ def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
 def _arguments(raw: Any, where: str) -> Any:
     """Arguments as the object they spell; text that spells none stays the text the model wrote."""
     if isinstance(raw, dict):
-        return raw
+        return _checked(raw, where, MAX_DEPTH)
     text = _string(raw, where)
     try:
         value = json.loads(text)
     except ValueError:
         return text
-    return value if isinstance(value, dict) else text
+    return _checked(value, where, MAX_DEPTH) if isinstance(value, dict) else text
+
+
+def _checked(value: Any, where: str, depth: int) -> Any:
+    """A JSON value whose every text, names of fields included, passed `_string`."""
+    if isinstance(value, str):
+        return _string(value, where)
+    if not isinstance(value, dict | list):
+        return value
+    if depth == 0:
+        raise BadRequestError(f"{where} is nested more than {MAX_DEPTH} deep", "send it flatter", param=where)
+    if isinstance(value, list):
+        return [_checked(item, where, depth - 1) for item in value]
+    return {_string(key, where): _checked(item, where, depth - 1) for key, item in value.items()}
 
 
 def canonical(message: Mapping[str, Any]) -> bytes:
