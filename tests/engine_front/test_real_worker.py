@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from conftest import Served, serve_thread
 
 from swarm_engine.client import ContextLengthError, SwarmClient, SyncEpisode, Task
 from swarm_engine.server.worker_link import WORKER_COMMAND
+from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.types import EngineState, Mode
 
 CONFIG = {
@@ -120,3 +122,23 @@ def test_the_journal_alone_gives_the_weights_bit_for_bit(real: Served, tmp_path:
         metrics.pop("update_s")
     assert replayed == steps
     shutil.rmtree(again)
+
+
+def test_the_shipped_tokenizer_is_read_as_transformers_reads_it() -> None:
+    from transformers import AutoTokenizer
+
+    import swarm_engine.models
+
+    folder = Path(swarm_engine.models.__file__).parent / "nano"
+    theirs = AutoTokenizer.from_pretrained(folder)
+    codec = ChatCodec.load(folder, [theirs.eos_token_id], datetime(2026, 3, 4, tzinfo=UTC))
+    conversations = [
+        [{"role": "user", "content": "hi"}],
+        [{"role": "system", "content": "You are O.\n"}, {"role": "user", "content": " X|O| \n1 2 3 é 😊"}],
+        [*HI, {"role": "assistant", "content": "5"}, {"role": "user", "content": "again  "}],
+    ]
+    for messages in conversations:
+        ours = codec.encode(codec.render([codec.protect(one) for one in messages]))
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert list(ours) == expected
+        assert codec.show(ours) == theirs.decode(expected)
