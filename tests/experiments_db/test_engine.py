@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sqlite3
@@ -16,6 +17,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, create_engine, inspect, text
+from sqlalchemy.exc import OperationalError
 from sqlmodel import select
 
 from experiments_db import engine as engine_module
@@ -164,6 +166,15 @@ def test_eight_processes_open_a_new_database_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_new_database_waits_for_whoever_is_making_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "BUSY_TIMEOUT_S", 0)
+    with contextlib.closing(sqlite3.connect(tmp_path / "experiments.db.lock", isolation_level=None)) as lock:
+        lock.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(UnavailableError, match="locked by another process"):
+            open_database(home=tmp_path)
+    open_database(home=tmp_path).close()
+
+
 def test_a_process_killed_while_it_migrates_leaves_nothing_behind(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
@@ -252,6 +263,27 @@ def test_a_lock_held_too_long_says_so(database: Database, monkeypatch: pytest.Mo
         add_note(session, "global", "busy")
         with pytest.raises(UnavailableError, match="locked by another process"), other.write():
             pass
+
+
+def test_our_own_mistakes_are_not_blamed_on_the_disk(database: Database) -> None:
+    def ask() -> None:
+        with database.read() as session:
+            session.execute(text("SELECT name FROM nowhere"))
+
+    with pytest.raises(OperationalError, match="no such table: nowhere"):
+        ask()
+
+
+def test_a_home_that_a_url_can_not_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="holds a question mark"):
+        open_database(home=tmp_path / "really?")
+
+
+@pytest.mark.parametrize("name", ["with blank", "100%", "a#b", "é漢", "a&b=c"])
+def test_a_home_may_have_any_other_name(tmp_path: Path, name: str) -> None:
+    with open_database(home=tmp_path / name) as database, open_database(database.url) as again:
+        assert again.name == str(tmp_path / name / "experiments.db")
+    assert (tmp_path / name / "experiments.db").exists()
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,15 @@ def test_the_pieces_it_comes_in_do_not_matter(cuts: list[int]) -> None:
     assert found == MESSAGES
 
 
+def test_it_may_break_anywhere_once_or_everywhere() -> None:
+    raw = STREAM.encode()
+    for cut in range(len(raw) + 1):
+        parser = Parser()
+        assert parser.feed(raw[:cut]) + parser.feed(raw[cut:]) == MESSAGES
+    parser = Parser()
+    assert [message for byte in raw for message in parser.feed(bytes([byte]))] == MESSAGES
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_break_it(raw: bytes) -> None:
     parser = Parser()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments_db import ulid
 from experiments_db.ulid import LENGTH, UlidGenerator, decode, encode, made_at_s, new_ulid
 
 numbers = st.integers(min_value=0, max_value=2**128 - 1)
@@ -90,11 +91,12 @@ def test_threads_never_share_an_id() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_makes_ids_of_its_own() -> None:
+def test_a_forked_child_makes_ids_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A clock that stands still: both would count on from the same id.
+    monkeypatch.setattr(ulid, "_generator", UlidGenerator(now_ms=lambda: 1000))
     new_ulid()
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    # Both go on within the millisecond of the last id, were it not for the fork.
     child = context.Process(target=lambda: theirs.send([new_ulid() for _ in range(50)]))
     child.start()
     mine = {new_ulid() for _ in range(50)}
