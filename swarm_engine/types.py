@@ -85,8 +85,6 @@ class SamplingParams:
     """0 is greedy; such a call is recorded and never trained."""
     seed: int = 0
     """Seeds this request's own random stream; see `swarm_engine.seeding`."""
-    stop_ids: tuple[int, ...] = ()
-    """Token ids that end the reply and belong to it, beside the model's own end tokens."""
 
 
 @dataclass(frozen=True, slots=True)

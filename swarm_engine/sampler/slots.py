@@ -44,7 +44,6 @@ class Running:
     slot: int
     max_tokens: int
     """What the request asked for, or the rest of the context."""
-    stop_ids: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     num_sent: int = 0
@@ -189,8 +188,7 @@ class SlotSampler:
     def _seat(self, request: Generate, slot: int) -> None:
         params = request.params
         most = min(params.max_tokens, self._max_context - len(request.prompt_ids))
-        stops = self._end_ids.union(params.stop_ids)
-        self._running[slot] = Running(request, slot, most, stops)
+        self._running[slot] = Running(request, slot, most)
         self._temperatures_S[slot] = params.temperature
         self._seeds_S[slot] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
 
@@ -325,7 +323,7 @@ class SlotSampler:
         return replies
 
     def _ended(self, running: Running, token: int) -> FinishReason | None:
-        if token in running.stop_ids:
+        if token in self._end_ids:
             return FinishReason.STOP
         if len(running.token_ids) >= running.max_tokens:
             return FinishReason.LENGTH

@@ -51,7 +51,7 @@ def test_a_conversation_with_the_worker(tiny_dir: Path, tmp_path: Path) -> None:
         assert (policy.end_ids, policy.max_context) == ((2,), 512)
         assert (Path(policy.tokenizer_dir) / "chat_template.jinja").is_file()
 
-        front.send(Generate("a", "policy", (5, 6, 7), SamplingParams(4, seed=1, stop_ids=()), is_streamed=False))
+        front.send(Generate("a", "policy", (5, 6, 7), SamplingParams(4, seed=1), is_streamed=False))
         sampled = front.receive(Sampled)
         assert (sampled.request_id, len(sampled.token_ids), sampled.policy_version) == ("a", 4, 0)
         assert all(logprob < 0 for logprob in sampled.logprobs)
