@@ -139,6 +139,8 @@ Write = EventWrite | EpisodeRow | BatchWrite | UnpoolWrite | MetaWrite
 class _Job:
     writes: Sequence[Write]
     done: asyncio.Future[None]
+    opening: int
+    """Which opening of the journal it was queued in."""
 
 
 def open_database(path: Path) -> sqlite3.Connection:
@@ -201,6 +203,10 @@ class Journal:
         self.error: JournalError | None = None
         """Why it takes no more writes; None while it does."""
         self.is_closed = False
+        self._opening = 0
+        self._failed: tuple[int, JournalError] | None = None
+        """The last opening in which a commit failed, and how; the writer's thread alone sets it, for the loop learns of
+        a failure later than the next job is taken."""
         self._on_error = on_error
         self._clock = clock
         self._loop = asyncio.get_running_loop()
@@ -230,8 +236,12 @@ class Journal:
         if self.error is not None:
             done.set_exception(self.error)
         else:
-            self._jobs.put(_Job(writes, done))
+            self._jobs.put(_Job(writes, done, self._opening))
         return done
+
+    async def flush(self) -> None:
+        """Wait until what was queued before is on disk, or was reported as failed."""
+        await asyncio.wait({self.append()})
 
     async def close(self) -> None:
         """Write what is queued and close the file; those who follow the events are let go."""
@@ -256,6 +266,7 @@ class Journal:
         self._writer_database.close()
         self._writer_database = open_database(self.path)
         self.error = None
+        self._opening += 1
 
     def _write_loop(self) -> None:
         while True:
@@ -278,15 +289,19 @@ class Journal:
         return jobs, True
 
     def _commit(self, jobs: list[_Job]) -> None:
-        """One transaction for all jobs; runs on the writer's thread."""
-        events: list[Event] = []
-        error = self.error
-        if error is None:
+        """One transaction for all jobs, but those behind a failed one; runs on the writer's thread."""
+        if self._failed is not None:
+            opening, error = self._failed
+            if behind := [job for job in jobs if job.opening == opening]:
+                self._loop.call_soon_threadsafe(self._committed, behind, [], error)
+            jobs = jobs[len(behind) :]
+        if jobs:
             try:
-                events = self._transact(jobs)
+                self._loop.call_soon_threadsafe(self._committed, jobs, self._transact(jobs), None)
             except sqlite3.Error as failure:
                 error = _explain(failure, self.path)
-        self._loop.call_soon_threadsafe(self._committed, jobs, events, error)
+                self._failed = jobs[-1].opening, error
+                self._loop.call_soon_threadsafe(self._committed, jobs, [], error)
 
     def _transact(self, jobs: list[_Job]) -> list[Event]:
         database = self._writer_database
@@ -322,7 +337,7 @@ class Journal:
                 job.done.set_result(None)
             else:
                 job.done.set_exception(error)
-        if error is not None:
+        if error is not None and jobs[-1].opening == self._opening:
             is_news = self.error is None
             self.error = error
             if is_news:

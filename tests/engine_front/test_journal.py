@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,35 @@ def test_an_episode_can_be_written_once_only_and_a_failed_write_leaves_nothing_b
         assert [event.kind for event in await journal.events_after(0)] == ["again"]
 
     within(tmp_path, work)
+
+
+def test_what_is_queued_behind_a_failed_commit_fails_too_even_before_the_loop_knows(tmp_path: Path) -> None:
+    async def main() -> None:
+        has_begun, may_go_on, has_begun_again = threading.Event(), threading.Event(), threading.Event()
+
+        def clock() -> float:
+            (has_begun_again if has_begun.is_set() else has_begun).set()
+            may_go_on.wait()
+            return 12.5
+
+        journal = Journal(tmp_path / "journal.db", clock=clock)
+        await journal.append(episode("e1"))
+        refused = journal.append(EventWrite.of("refused"), episode("e1"))
+        has_begun.wait()
+        behind = journal.append(EventWrite.of("behind"))
+        may_go_on.set()
+        # The loop stands still here, so it can't have told the writer anything.
+        assert not has_begun_again.wait(0.3)
+        for failed in (refused, behind):
+            with pytest.raises(JournalError, match="UNIQUE"):
+                await failed
+        journal.reopen()
+        await journal.append(EventWrite.of("again"))
+        assert journal.error is None
+        assert [event.kind for event in await journal.events_after(0)] == ["again"]
+        await journal.close()
+
+    asyncio.run(main())
 
 
 def test_a_full_disk_fails_the_write_with_a_way_out_and_keeps_what_was_answered(tmp_path: Path) -> None:
