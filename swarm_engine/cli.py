@@ -124,8 +124,9 @@ def serve(
     from pydantic import ValidationError
 
     from swarm_engine.config import EngineConfig
-    from swarm_engine.errors import JournalError, RunDirError
-    from swarm_engine.server.serve import ServeOptions, run, worker_command_of
+    from swarm_engine.errors import SwarmEngineError
+    from swarm_engine.server.serve import ServeOptions, run
+    from swarm_engine.server.worker_link import WORKER_COMMAND
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     raw = read_config(config)
@@ -143,7 +144,7 @@ def serve(
         is_started=start,
         exits_with_stdin=exit_with_stdin,
         allowed_hosts=tuple(allow_host or ()),
-        worker_command=worker_command_of(shlex.split(worker or "")),
+        worker_command=tuple(shlex.split(worker or "")) or WORKER_COMMAND,
     )
 
     def on_listening(about: dict[str, Any]) -> None:
@@ -151,7 +152,7 @@ def serve(
 
     try:
         run(options, on_listening)
-    except (RunDirError, JournalError) as error:
+    except SwarmEngineError as error:
         give_up(str(error), USAGE, as_json)
     except OSError as error:
         give_up(f"{error.strerror} ({error.filename}); check the disk and the run folder", USAGE, as_json)

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from swarm_engine.config import EngineConfig, Merge
 from swarm_engine.errors import (
@@ -56,6 +56,9 @@ CLOSE_TIMEOUT_S = 5.0
 
 CHANGEABLE_TRAINER_FIELDS = {"checkpoint_every", "microbatch_tokens"}
 """Trainer fields that a later start may change; the others are part of what the journal replays."""
+
+MANIFEST = "manifest.json"
+"""The last file of a checkpoint; a folder without it is none. The trainer's, which the front must not import."""
 
 policies_ready: TypeAdapter[PolicyReady] = TypeAdapter(PolicyReady)
 
@@ -166,11 +169,20 @@ class Engine:
     def _agree(self, config: EngineConfig | None) -> EngineConfig:
         """The config to start with: the one given, where the journal allows it."""
         text = self.journal.meta("config")
-        stored = EngineConfig.model_validate_json(text) if text else None
-        if config is None:
-            return stored or EngineConfig()
-        if stored is None or self.journal.is_untouched():
+        if config is not None and (text is None or self.journal.is_untouched()):
             return config
+        try:
+            stored = EngineConfig.model_validate_json(text) if text else EngineConfig()
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConflictError(
+                f"the config that this run folder was used with is not valid any more: {where}: {first['msg']}",
+                "use the version that wrote it, or a new run folder",
+                code="config_outdated",
+            ) from error
+        if config is None:
+            return stored
         now, then = _fixed_part(config), _fixed_part(stored)
         if now != then:
             changed = ", ".join(sorted(name for name in now if now[name] != then[name]))
@@ -208,6 +220,8 @@ class Engine:
             else:
                 await link.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        # Whoever asked for the stop finds it among the events; if the disk refuses them, the engine is off all the same.
+        await asyncio.wait({self.journal.append()})
 
     async def _save_before_stop(self, link: WorkerLink) -> bool:
         """Write a last checkpoint; whether the worker is free again."""
@@ -308,7 +322,7 @@ class Engine:
             episodes = tuple(episode_records.validate_json(row.record).episode for row in rows)
             updated = await link.update(Update(record, episodes))
             if record.step not in reported:
-                self._report_step(record.step, updated.metrics, updated.drops, time.monotonic() - started)
+                await self._report_step(record.step, updated.metrics, updated.drops, time.monotonic() - started)
         return last
 
     # Batches
@@ -367,7 +381,8 @@ class Engine:
         updated = await loaded.link.update(Update(record, episodes))
         loaded.step = step
         now = time.monotonic()
-        self._report_step(step, updated.metrics, updated.drops, now - self._last_step_at)
+        # On disk before the checkpoint that holds it: a start from there on would not report it again.
+        await self._report_step(step, updated.metrics, updated.drops, now - self._last_step_at)
         self._last_step_at = now
         self._update_started = None
         if step % loaded.config.trainer.checkpoint_every == 0:
@@ -377,10 +392,10 @@ class Engine:
 
     def _report_step(
         self, step: int, metrics: Mapping[str, float | None], drops: Mapping[str, int], seconds: float
-    ) -> None:
+    ) -> asyncio.Future[None]:
         counted = dict(self.roster.drops + Counter(drops))
         self.roster.drops.clear()
-        self.journal.append(
+        return self.journal.append(
             EventWrite.of("step", step=step, metrics=dict(metrics), drops=counted, seconds=round(seconds, 6))
         )
 
@@ -406,7 +421,7 @@ class Engine:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Checkpoints on disk, oldest first."""
-        found = (self.run_dir / "checkpoints").glob("step-*")
+        found = (path.parent for path in (self.run_dir / "checkpoints").glob(f"step-*/{MANIFEST}"))
         folders = sorted(path for path in found if path.name[5:].isdigit())
         return [{"step": int(path.name[5:]), "path": str(path)} for path in folders]
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -55,7 +55,7 @@ class RunDirLock:
             RunDirError: another server has it, or it can't be made.
         """
         try:
-            run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_private(run_dir)
             self._file: IO[str] = (run_dir / "server.lock").open("a+", encoding="utf-8")
         except OSError as error:
             raise RunDirError(f"the run folder {run_dir} can't be used ({error.strerror})", "choose another") from error
@@ -72,6 +72,13 @@ class RunDirLock:
     def release(self) -> None:
         """Give the folder back."""
         self._file.close()
+
+
+def _make_private(folder: Path) -> None:
+    """Make a folder and what is missing above it for their owner alone; `mkdir` gives a mode to the last one only."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _lock(file: IO[str]) -> None:
@@ -274,8 +281,3 @@ def run(options: ServeOptions, on_listening: Callable[[dict[str, Any]], None]) -
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(serve(options, on_listening))
-
-
-def worker_command_of(words: Sequence[str]) -> tuple[str, ...]:
-    """The worker's command: the one given, or the engine's own."""
-    return tuple(words) or WORKER_COMMAND

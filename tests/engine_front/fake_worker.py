@@ -84,7 +84,7 @@ class Fake:
         self.weights, self.step = "start", 0
         self.running: dict[str, asyncio.Task[None]] = {}
         self.num_requests = 0
-        self.log = home / "fake_trained.jsonl"
+        self.log = home / "fake_requests.jsonl"
 
     def send(self, message: object) -> None:
         self.writer.write(frame(from_worker.dump_json(message)))  # type: ignore[arg-type]
@@ -104,6 +104,8 @@ class Fake:
             case Boot():
                 self.boot(message)
             case Generate():
+                with self.log.open("a") as log:
+                    log.write(json.dumps({"is_streamed": message.is_streamed}) + "\n")
                 task = asyncio.create_task(self.generate(message, self.num_requests))
                 self.num_requests += 1
                 self.running[message.request_id] = task
@@ -160,7 +162,7 @@ class Fake:
             else:
                 token = END_ID if position and draw.random() < self.knobs.end_chance else draw.choice(LETTERS)
             pending.append(token)
-            if self.knobs.token_s:
+            if self.knobs.token_s and message.is_streamed:
                 flush()
             if token == END_ID:
                 reason = FinishReason.STOP
@@ -185,6 +187,7 @@ class Fake:
         fresh = folder / "weights.new"
         fresh.write_text(json.dumps({"weights": self.weights, "step": self.step}))
         fresh.replace(folder / "weights.json")
+        (folder / "manifest.json").write_text("{}")
         self.send(Saved(self.step, str(folder)))
 
 

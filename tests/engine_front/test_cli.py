@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
+import stat
 import subprocess
 import sys
 import time
@@ -118,3 +120,33 @@ def test_a_folder_that_can_not_be_used_is_a_message_and_no_traceback(tmp_path: P
     found = RUN.invoke(app, ["serve", "--run-dir", str(tmp_path / "file" / "run")])
     assert found.exit_code == 2
     assert "can't be used" in found.stderr
+
+
+def test_serve_with_another_config_in_a_used_folder_is_a_message_and_no_traceback(tmp_path: Path) -> None:
+    from conftest import serve_thread
+
+    with serve_thread(tmp_path / "run") as served, served.client() as client:
+        client.start(SMALL, wait=True)
+        client.episode("t").end(reward=1.0)
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps({**SMALL, "seed": 8}))
+    words = ["serve", "--start", "--config", str(file), "--run-dir", str(tmp_path / "run")]
+    found = RUN.invoke(app, words)
+    assert found.exit_code == 2
+    assert "seed can't change in it; start with the same values, or use a new run folder" in found.stderr
+    database = sqlite3.connect(tmp_path / "run" / "journal.db")
+    database.execute("UPDATE meta SET value = '{\"seeds\": 1}' WHERE key = 'config'")
+    database.commit()
+    database.close()
+    for more in ([], ["--config", str(file)]):
+        found = RUN.invoke(app, ["serve", "--start", "--run-dir", str(tmp_path / "run"), *more])
+        assert found.exit_code == 2
+        assert "is not valid any more: seeds: Extra inputs are not permitted; use the version" in found.stderr
+
+
+def test_every_folder_that_serve_makes_is_its_owners_alone(tmp_path: Path) -> None:
+    from conftest import serve_thread
+
+    with serve_thread(tmp_path / "home" / "swarm", worker=("never started",)):
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "home", tmp_path / "home" / "swarm")]
+    assert modes == [0o700, 0o700]

@@ -212,6 +212,8 @@ def test_checkpoints_come_every_so_many_updates_and_a_start_loads_the_last(servi
         client.stop()
         saved = [event.payload["step"] for event in client.events(follow=False) if event.kind == "checkpoint"]
         assert saved == [2, 3]
+        # What a crash left of a third.
+        (served.run_dir / "checkpoints" / "step-000004").mkdir()
         listed = client._control("GET", "/checkpoints")["checkpoints"]
         assert [one["step"] for one in listed] == [2, 3]
         client.start(wait=True)
@@ -222,6 +224,25 @@ def test_checkpoints_come_every_so_many_updates_and_a_start_loads_the_last(servi
         play(client, "a", "b")
         wait_for_step(client, 4)
     check_journal(served.run_dir)
+
+
+def test_a_checkpoint_waits_until_the_step_it_holds_is_on_disk(serving: Callable[..., Served]) -> None:
+    served = serving(update_s=0.5)
+    every = {**SMALL, "trainer": {**SMALL["trainer"], "checkpoint_every": 1}}
+    with served.client() as client:
+        client.start(every, wait=True)
+        play(client, "a", "b")
+        wait_for_state(client, EngineState.WEIGHT_SYNCING)
+        wait_until(lambda: any(event.kind == "batch" for event in client.events(follow=False)))
+        other = sqlite3.connect(served.run_dir / "journal.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        wait_until(lambda: client.status().step == 1)
+        for _ in range(20):
+            assert client._control("GET", "/checkpoints")["checkpoints"] == []
+            time.sleep(0.01)
+        other.execute("COMMIT")
+        other.close()
+        wait_until(lambda: len(client._control("GET", "/checkpoints")["checkpoints"]) == 1)
 
 
 # Failures
@@ -256,7 +277,7 @@ def test_a_worker_that_is_killed_fails_the_engine_and_a_start_loses_nothing(serv
 
         waiting = threading.Thread(target=call)
         waiting.start()
-        time.sleep(0.15)
+        wait_until(lambda: client._control("GET", f"/episodes/{episode.episode_id}")["num_running_calls"] == 1)
         worker_of(served).send_signal(signal.SIGKILL)
         waiting.join(10)
         wait_for_state(client, EngineState.FAILED)
