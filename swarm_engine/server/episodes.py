@@ -192,8 +192,9 @@ class RunningCall:
                 link.cancel(generation.request_id)
             has_news.set()
 
-        question = Generate(draft.call_id, episode.tracker.policy, draft.prompt_ids, params, script)
-        generation = link.generate(question, on_tokens if follow or stop else None)
+        is_followed = follow or bool(stop)
+        question = Generate(draft.call_id, episode.tracker.policy, draft.prompt_ids, params, script, is_followed)
+        generation = link.generate(question, on_tokens if is_followed else None)
         generation.done.add_done_callback(lambda _: has_news.set())
         call = RunningCall(episode, link, draft, params, reply, generation, has_news)
         episode.running[draft.call_id] = call

@@ -52,6 +52,8 @@ Gate = Callable[[Mode], Loaded | ClaimReason]
 class _Waiter:
     request: ClaimRequest
     served: asyncio.Future[LiveEpisode]
+    reason: ClaimReason
+    """Why the last look found nothing for it."""
 
 
 class Roster:
@@ -158,7 +160,7 @@ class Roster:
             return given
         if wait_s <= 0:
             return given
-        waiter = _Waiter(request, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(request, asyncio.get_running_loop().create_future(), given)
         self._waiters.append(waiter)
         self._on_change()
         try:
@@ -174,7 +176,7 @@ class Roster:
         if waiter.served.done():
             return waiter.served.result()
         reason = self._gate(request.mode)
-        return reason if isinstance(reason, ClaimReason) else ClaimReason.QUOTA
+        return reason if isinstance(reason, ClaimReason) else waiter.reason
 
     def serve_waiters(self) -> None:
         """Give the claims that wait what there is, first come first served."""
@@ -190,6 +192,8 @@ class Roster:
             if isinstance(given, LiveEpisode):
                 waiter.served.set_result(given)
                 self._waiters.remove(waiter)
+            else:
+                waiter.reason = given
 
     def _try_claim(self, request: ClaimRequest) -> LiveEpisode | ClaimReason:
         loaded = self._gate(request.mode)

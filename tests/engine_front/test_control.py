@@ -27,6 +27,7 @@ from swarm_engine.client import (
     SyncEpisode,
     Task,
 )
+from swarm_engine.server import roster
 from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
 
 EVAL = Mode.EVAL
@@ -368,6 +369,20 @@ def test_a_group_that_nobody_works_on_is_given_up_while_others_wait(serving: Cal
             episode.end(reward=0.0)
         drops = [one.payload for one in client.events(follow=False) if one.kind == "drop"]
         assert drops == [{"episode_id": done.episode_id, "group_id": "left behind#0", "reason": "group_abandoned"}]
+
+
+def test_a_claim_turned_away_for_the_crowd_says_so_after_its_wait(
+    serving: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster, "MAX_LIVE_EPISODES", 1)
+    with serving().client() as client:
+        client.start(SMALL, wait=True)
+        with client.episode("a") as episode:
+            for mode in (EVAL, Mode.TRAIN):
+                with pytest.raises(ClaimTimeoutError) as caught:
+                    client.episode("b", mode=mode, wait_s=0.1)
+                assert caught.value.reason is ClaimReason.FULL
+            episode.end(reward=1.0)
 
 
 def test_no_more_groups_are_given_up_than_others_wait_for(serving: Callable[..., Served]) -> None:

@@ -431,6 +431,21 @@ def test_calls_of_one_episode_run_side_by_side(serving: Callable[..., Served]) -
         assert len(client.timelines(episode.episode_id)) == 6
 
 
+def test_only_a_reply_that_somebody_follows_is_sent_token_by_token(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        with client.episode("t", mode=Mode.EVAL) as episode:
+            episode.chat(HI, max_tokens=2)
+            episode.chat(HI, max_tokens=2, stop="zz")
+            auth = {"authorization": f"Bearer {episode.api_key}"}
+            url = f"{episode.base_url}/chat/completions"
+            httpx.post(url, headers=auth, json={"messages": HI, "max_tokens": 2, "stream": True}).raise_for_status()
+            episode.end(reward=1.0)
+    lines = (served.run_dir / "fake_requests.jsonl").read_text().splitlines()
+    assert [json.loads(line)["is_streamed"] for line in lines] == [False, True, True]
+
+
 def test_tool_calls_that_the_template_has_no_place_for_are_refused_and_not_dropped(episode: SyncEpisode) -> None:
     """B064: not one word of the history may vanish."""
     calls = [{"id": "c1", "type": "function", "function": {"name": "lookup", "arguments": "{}"}}]
