@@ -25,9 +25,6 @@ TRANSITIONS: dict[EngineState, frozenset[EngineState]] = {
 }
 """Every transition there is."""
 
-SERVING = frozenset({ROLLING, ROLLING_POST, WEIGHT_SYNCING})
-"""States in which episodes live."""
-
 
 def check_transition(now: EngineState, then: EngineState) -> None:
     """Assert that the table allows a transition; one it lacks is a fault of this program."""
