@@ -185,7 +185,9 @@ from_worker: TypeAdapter[Booted | Sampled | Finished | Rejected | Updated | Save
 def frame(payload: bytes) -> bytes:
     """One message, ready to send."""
     if len(payload) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}; lower the batch size")
+        raise ValueError(
+            f"a message of {len(payload)} bytes is over the limit of {MAX_FRAME_BYTES}; lower the batch size"
+        )
     return struct.pack(">I", len(payload)) + payload
 
 
