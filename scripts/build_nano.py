@@ -171,13 +171,20 @@ def card_page(folder: Path) -> str:
         f"| {card.share_with_variance:.0%} |"
         for card in cards
     )
-    return PAGE.format(rows=rows, vocab=config["vocab_size"], megabytes=size / 1e6, games=cards[0].random.num_games)
+    return PAGE.format(
+        header=HEADER, rows=rows, vocab=config["vocab_size"], megabytes=size / 1e6, games=cards[0].random.num_games
+    )
 
 
 def level(one: warmup.Level) -> str:
     """A mean with its standard error."""
     return f"{one.mean:.3f} ± {one.se:.3f}"
 
+
+HEADER = (
+    "| game | share scripted | conversations | updates | minutes | random legal play | script "
+    "| nano, temperature 1 | nano, greedy | groups with different rewards |\n|---|---|---|---|---|---|---|---|---|---|"
+)
 
 PAGE = """# nano
 
@@ -195,11 +202,11 @@ trained seat is a random legal one or, at the stated share, what the game's hone
 written by hand, and none was chosen by its reward. Only games of the build deck are used: training and held-out games
 come from other decks.
 
-| game | share scripted | conversations | updates | minutes | random legal play | script | nano, temperature 1 | nano,
-greedy | groups with different rewards | |---|---|---|---|---|---|---|---|---|---| {rows}
+{header}
+{rows}
 
 Levels are mean rewards ± standard errors over {games} games of the build deck, per game the mean over the trained
-agents. The rewards' ranges are in each game's `rewards.py`.
+agents. The rewards' ranges are in each game's `rewards.py`. Minutes are wall time of the machine that built them.
 """
 
 

@@ -195,6 +195,17 @@ def test_every_seat_is_its_own_agent_and_the_spys_seat_none() -> None:
         assert asked == set(turn["rewards"]) == {f"seat-{seat}" for seat in range(1, 5)} - {f"seat-{game.spy_seat}"}
 
 
+def test_the_spys_word_is_the_other_one_of_the_pair() -> None:
+    words = list(ENV.WORDS)
+    pairs = {frozenset(words[start : start + 2]) for start in range(0, len(words), 2)}
+    game, dealt = ENV.Game(), set()
+    for seed in range(400):
+        game.reset(seed)
+        assert {game.word, game.spy_word} in pairs
+        dealt.add((game.word, game.spy_word))
+    assert len(dealt) == len(words), "each word of a pair is the civilians' at times"
+
+
 def test_every_seat_is_the_spy_equally_often() -> None:
     game = ENV.Game()
     counts = [0] * 4
