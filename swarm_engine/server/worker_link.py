@@ -190,8 +190,9 @@ class WorkerLink(asyncio.Protocol):
     def connection_lost(self, _exc: Exception | None) -> None:
         """The worker is gone or going; `_watch_process` finds out why and tells everybody who waits."""
         if self._process is not None and self._process.returncode is None and not self._is_stopping:
+            # Not the process's own `kill`: that looks for the exit first, and would take it from `_watch_process`.
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     # Asking
 
