@@ -220,7 +220,7 @@ class Engine:
             else:
                 await link.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # Whoever asked for the stop finds it among the events; if the disk refuses them, the engine is off all the same.
+        # Whoever asked for the stop finds it among the events; where the disk refuses them it is off anyhow.
         await asyncio.wait({self.journal.append()})
 
     async def _save_before_stop(self, link: WorkerLink) -> bool:

@@ -226,7 +226,7 @@ class RunningCall:
         self.episode.touch()
 
     def cancel(self) -> None:
-        """Its caller went away, or its episode did: what was sampled is kept and not trained."""
+        """Its caller went away, or its episode did: what has come in is kept and not trained."""
         if self.finish_reason is not None or self.is_closed:
             return
         self.link.cancel(self.generation.request_id)

@@ -363,7 +363,8 @@ def test_a_caller_that_goes_away_cancels_its_call(serving: Callable[..., Served]
             assert episode.chat([{"role": "user", "content": "still there?"}], max_tokens=1).completion_tokens == 1
             episode.end(reward=1.0)
         (cancelled, asked) = client.timelines(episode.episode_id)
-    assert 1 <= len(cancelled["blocks"][-1]["token_ids"]) < 500
+    # A reply that nobody follows comes at its end, and this one had none.
+    assert len(cancelled["blocks"][-1]["token_ids"]) in (range(1, 500) if is_stream else [0])
     assert not any(cancelled["blocks"][-1]["loss_mask"])
     assert all(asked["blocks"][-1]["loss_mask"])
 
