@@ -45,5 +45,5 @@ $(VENV)/installed-engine: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed-engine
-	$(PIP_INSTALL) --editable ".[engine,dev]"
+	$(PIP_INSTALL) --editable ".[engine,postgres,dev]"
 	@touch $@

@@ -478,6 +478,7 @@ def test_a_script_is_played_by_the_scripted_backend_and_refused_by_others(servin
 
 def test_nothing_of_trained_episodes_stays_in_memory(serving: Callable[..., Served]) -> None:
     """B099: what was trained is in the journal only."""
+    before = _alive()  # other tests' constants
     with serving().client() as client:
         client.start(SMALL, wait=True)
         for batch in range(3):
@@ -487,6 +488,10 @@ def test_nothing_of_trained_episodes_stays_in_memory(serving: Callable[..., Serv
                     episode.end(reward=1.0)
         while client.status().step < 3:
             time.sleep(0.01)
-        gc.collect()
-        kept = [type(one) for one in gc.get_objects() if type(one) in (EpisodeTracker, Call, LiveEpisode)]
+        kept = [type(one) for one in _alive() if not any(one is other for other in before)]
     assert kept == []
+
+
+def _alive() -> list[object]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) in (EpisodeTracker, Call, LiveEpisode)]

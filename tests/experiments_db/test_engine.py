@@ -306,6 +306,12 @@ def test_an_unreachable_server_is_named_without_its_password() -> None:
     assert "secret" not in str(caught.value)
 
 
+def test_a_missing_driver_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(UnavailableError, match=r"pip install 'a3r\[postgres\]'"):
+        open_database("postgresql://me@127.0.0.1:1/none")
+
+
 MOUNTS = (
     "/dev/root / ext4 rw 0 0\n"
     "server:/home /home nfs4 rw 0 0\n"
