@@ -202,7 +202,7 @@ def clone_on(spec: ProjectSpec, data: Sequence[Sample], seed: int, folder: Path)
 
 
 def promises(rows: Sequence[Row], games: Sequence[str]) -> Iterator[tuple[bool, str]]:
-    """What issue and README promise, each with whether these rows keep it."""
+    """What the README promises, each with whether these rows keep it."""
     found = {(row.case, row.metric): row for row in rows}
     for game in games:
         for (case, metric), before in found.items():

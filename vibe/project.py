@@ -24,8 +24,8 @@ POLICY = "policy"
 class Training(Frozen):
     """How long to train and how often to measure."""
 
-    updates: int = Field(60, ge=0, le=100_000)
-    eval_every: int = Field(15, ge=1)
+    updates: int = Field(80, ge=0, le=100_000)
+    eval_every: int = Field(20, ge=1)
     """Updates between evaluations on the held-out games."""
     eval_games: int = Field(150, ge=2, le=100_000)
     """Held-out games an evaluation plays, each once."""

@@ -221,7 +221,7 @@ class Engine:
                 await link.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # Whoever asked for the stop finds it among the events; where the disk refuses them it is off anyhow.
-        await asyncio.wait({self.journal.append()})
+        await self.journal.flush()
 
     async def _save_before_stop(self, link: WorkerLink) -> bool:
         """Write a last checkpoint; whether the worker is free again."""

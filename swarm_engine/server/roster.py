@@ -245,6 +245,8 @@ class Roster:
                 group_id=seat.group_id,
                 index=seat.index,
                 mode=request.mode,
+                tags=request.tags,
+                policy_version=loaded.step,
                 client_id=request.client_id,
                 **extra,
             )
@@ -385,13 +387,13 @@ class Roster:
         request = _normalised(rewards, outcome, metrics)
         if episode.ending is not None:
             _check_same_end(episode_id, episode.ending, request)
-            assert episode.ended is not None
-            await asyncio.shield(episode.ended)
-            return rewards
-        await self._commit_end(episode, rewards, outcome, dict(metrics), request)
+        else:
+            self._begin_end(episode, rewards, outcome, dict(metrics), request)
+        assert episode.ended is not None
+        await asyncio.shield(episode.ended)
         return rewards
 
-    async def _commit_end(
+    def _begin_end(
         self,
         episode: LiveEpisode,
         rewards: dict[str, float | None],
@@ -399,8 +401,8 @@ class Roster:
         metrics: dict[str, float],
         request: str,
     ) -> None:
-        loaded = self._loaded
-        assert loaded is not None
+        """Send an end to the journal. What follows from it must not depend on its caller still being there."""
+        assert self._loaded is not None
         episode.close_calls()
         recorded = episode.record(rewards, outcome, metrics)
         drop = _drop_reason(rewards, outcome)
@@ -410,9 +412,15 @@ class Roster:
             group_id = episode.seat.group_id
             writes.append(EventWrite.of("drop", episode_id=episode.episode_id, group_id=group_id, reason=drop))
         episode.ending = request
-        episode.ended = self._journal.append(*writes)
+        settling = self._settle_end(episode, self._loaded, recorded.episode, drop, self._journal.append(*writes))
+        episode.ended = asyncio.create_task(settling, name="end")
+
+    async def _settle_end(
+        self, episode: LiveEpisode, loaded: Loaded, ended: Episode, drop: str | None, written: asyncio.Future[None]
+    ) -> None:
+        """Once its end is on disk, an episode has its place in the batch or frees it."""
         try:
-            await asyncio.shield(episode.ended)
+            await written
         except JournalError:
             # The engine has failed of it and its pool is gone; nothing holds a place for this episode any more.
             episode.ending = None
@@ -423,13 +431,13 @@ class Roster:
         if self._loaded is not loaded:
             # The engine went down meanwhile. The episode is on disk, and the next start finds it there.
             return
-        if is_pooled:
-            self._num_unjudged = 0
-            self._completed[episode.episode_id] = recorded.episode
-            self._loaded.pool.complete(episode.episode_id, rewards)
-        elif drop is not None:
+        if drop is not None:
             self._vacate(episode)
             self._count_drop(episode, drop)
+        elif episode.mode is Mode.TRAIN:
+            self._num_unjudged = 0
+            self._completed[episode.episode_id] = ended
+            loaded.pool.complete(episode.episode_id, ended.rewards)
         self._on_change()
         if episode.mode is Mode.TRAIN and drop is not None:
             self._note_unjudged(loaded, drop)

@@ -27,7 +27,7 @@ class Drop(StrEnum):
     UNJUDGED = "unjudged"
     """No finite reward for this agent."""
     UNTRAINED = "untrained"
-    """No token of it may be trained: all greedy, cancelled or unused."""
+    """No token of it may be trained: all greedy, cancelled or unused, or it made no call at all."""
     ALONE = "alone"
     """The only judged sample of its group and agent; raw reward is never trained on."""
     ZERO_VARIANCE = "zero_variance"
@@ -61,7 +61,7 @@ class Sample:
 
 
 def make_samples(episodes: Sequence[Episode], how: Merge, *, normalize_by_std: bool) -> list[Sample]:
-    """One sample per episode and agent that made a call, in order, with its advantage or the reason it has none.
+    """One sample per episode and agent, in order, with its advantage or the reason it has none.
 
     Baselines are per group and agent, over judged samples with something to train: a rejected reply must not move the
     baseline of its siblings.
@@ -109,7 +109,8 @@ def token_weight(sample: Sample, aggregation: Aggregation, num_samples: int, num
 
 
 def _agents(episode: Episode) -> list[str]:
-    return list(dict.fromkeys(call.agent for call in episode.calls))
+    """Whoever spoke or was judged."""
+    return list(dict.fromkeys([*(call.agent for call in episode.calls), *episode.rewards]))
 
 
 def _sample(episode: Episode, agent: str, how: Merge) -> Sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -10,12 +11,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from conftest import SMALL, Served
+from conftest import SMALL, Served, fake_worker
 
 from swarm_engine.client import (
     ClaimTimeoutError,
@@ -27,7 +29,10 @@ from swarm_engine.client import (
     SyncEpisode,
     Task,
 )
+from swarm_engine.config import EngineConfig
 from swarm_engine.server import roster
+from swarm_engine.server.engine import Engine
+from swarm_engine.server.episodes import ClaimRequest, LiveEpisode
 from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
 
 EVAL = Mode.EVAL
@@ -121,14 +126,16 @@ def test_an_episode_from_claim_to_timelines(engine: Served) -> None:
     assert described["rewards"] == {"main": 0.5}
     with engine.client("observer") as client:
         (timeline,) = client.timelines(episode.episode_id)
-        (event,) = [one for one in client.events(follow=False) if one.payload.get("episode_id") == episode.episode_id][
-            1:
+        claim, event = [
+            one for one in client.events(follow=False) if one.payload.get("episode_id") == episode.episode_id
         ]
     sampled = timeline["blocks"][-1]
     assert sampled["author"] == "llm"
     assert len(sampled["token_ids"]) == len(sampled["logprobs"]) == reply.completion_tokens
     assert all(sampled["loss_mask"])
     assert sampled["policy_version"] == 0
+    assert claim.kind == "claim"
+    assert (claim.payload["tags"], claim.payload["policy_version"]) == ({"split": "heldout"}, 0)
     assert event.kind == "episode"
     seconds = event.payload.pop("seconds")
     assert 0 < seconds < 60
@@ -182,6 +189,25 @@ def test_ends_that_arrive_together_are_one_episode(engine: Served) -> None:
         for thread in threads:
             thread.join()
         assert sorted(codes) == [200] * 4 + [409] * 4
+
+
+def test_an_end_whose_caller_goes_away_meanwhile_still_counts(tmp_path: Path) -> None:
+    async def play() -> tuple[int, int]:
+        engine = Engine(tmp_path / "run", fake_worker(tmp_path / "run"))
+        await engine.open()
+        engine.start(EngineConfig.model_validate(SMALL))
+        claimed = await engine.roster.claim(ClaimRequest("me", "a"), 60.0)
+        assert isinstance(claimed, LiveEpisode)
+        end = asyncio.create_task(engine.roster.end(claimed.episode_id, 1.0, Outcome.SUCCESS, {}))
+        await asyncio.sleep(0)
+        end.cancel()
+        assert claimed.ended is not None
+        await claimed.ended
+        found = engine.roster.num_running, engine.status()["pool"]["episodes"]
+        await engine.close("the test is over")
+        return found
+
+    assert asyncio.run(play()) == (0, 1)
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b'"high"', b"[1]"])

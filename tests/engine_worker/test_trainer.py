@@ -116,10 +116,11 @@ def test_null_rewards_and_broken_environments_are_counted_and_never_trained() ->
         episode("d", [call([5], [7])], 9.0, outcome=Outcome.ENV_ERROR),
         episode("e", [call([5], [7])], float("nan")),
         episode("f", [call([5], [7])], {"somebody else": 3.0}),
+        episode("g", [], {"main": 2.0}),
     ]
     samples = samples_of(batch)
-    assert [sample.advantage for sample in samples] == [1, 0, -1, 0, 0, 0]
-    assert count_drops(samples) == {"unjudged": 3, "env_error": 1}
+    assert [sample.advantage for sample in samples] == [1, 0, -1, 0, 0, 0, 0, 0]
+    assert count_drops(samples) == {"unjudged": 3, "env_error": 1, "untrained": 1}
 
 
 def test_baselines_are_of_the_group_and_the_agent() -> None:
