@@ -20,6 +20,13 @@ class SamplerBackend(StrEnum):
     """Plays given replies as real token ids with the model's true log-probabilities."""
 
 
+class Algorithm(StrEnum):
+    """How rewards become a loss."""
+
+    GRPO = "grpo"
+    """PPO's clipped surrogate over advantages within a group (Shao et al. 2024, arXiv:2402.03300)."""
+
+
 class Merge(StrEnum):
     """How timelines of one batch are folded before the update; never changes the loss."""
 
@@ -56,7 +63,7 @@ class SamplerConfig(Frozen):
 class TrainerConfig(Frozen):
     """How a batch becomes an update."""
 
-    algorithm: str = Field("grpo", pattern="^grpo$")
+    algorithm: Algorithm = Algorithm.GRPO
     group_size: int = Field(8, ge=2, le=1024)
     """Episodes per task. Advantages are relative, so one alone teaches nothing."""
     tasks_per_update: int = Field(8, ge=1, le=4096)

@@ -21,7 +21,7 @@ from vibe.project import SPEC_FILE, ProjectSpec
 from vibe.run_folder import make_folder
 
 COPIED = ("env.py", "rewards.py", "players.py", "workflow.py")
-"""Files that a project takes from its template as they are."""
+"""Files that a project takes as they are: its template's own, or else the one that all templates share."""
 
 
 def render(spec: ProjectSpec) -> dict[str, str]:
@@ -34,7 +34,11 @@ def render(spec: ProjectSpec) -> dict[str, str]:
     def fill(source: Traversable) -> str:
         return page.from_string(source.read_text(encoding="utf-8")).render(values)
 
-    files = {name: (template.path / name).read_text(encoding="utf-8") for name in COPIED}
+    def copied(name: str) -> str:
+        own = template.path / name
+        return (own if own.exists() else library.root() / name).read_text(encoding="utf-8")
+
+    files = {name: copied(name) for name in COPIED}
     files["train.py"] = fill(scaffold / "train.py.j2")
     files["README.md"] = fill(template.path / "README.md.j2") + fill(scaffold / "rules.md.j2")
     files["tests/test_game.py"] = fill(template.path / "test_game.py.j2")
