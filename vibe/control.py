@@ -43,6 +43,7 @@ class Shuffled:
         self._num_missing = num_episodes
         """Episodes that have neither handed rewards in nor left."""
         self._seed = seed
+        self._substitutes = random.Random(seed)
         self._earned: dict[str, Rewards] = {}
         """By episode id."""
         self._dealt: dict[str, Rewards] = {}
@@ -57,7 +58,11 @@ class Shuffled:
         self._earned[episode_id] = earned
         self._count_down()
         await self._complete.wait()
-        return self._dealt[episode_id]
+        if episode_id in self._dealt:
+            return self._dealt[episode_id]
+        # It was played in the place of one that got lost, after the rewards were dealt.
+        values = [value for by_agent in self._dealt.values() for value in by_agent.values()]
+        return {agent: self._substitutes.choice(values) for agent in earned}
 
     def leave(self) -> None:
         """An episode has no rewards to hand in; the exchange goes on without it."""

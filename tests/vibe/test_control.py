@@ -86,3 +86,18 @@ def test_a_game_that_was_lost_is_paid_nothing_and_keeps_nobody_waiting() -> None
         assert episodes[lost].ended == [{}]
         paid = sorted(episode.ended[0]["player"] for i, episode in enumerate(episodes) if i != lost)
         assert paid == [float(i) for i in range(3) if i != lost]
+
+
+def test_an_episode_played_again_after_the_exchange_is_paid_at_random_too() -> None:
+    first, again = FakeEpisode("first"), FakeEpisode("again")
+
+    async def play(episode: Held, reward: float) -> None:
+        await episode.end(reward={"player": reward})
+
+    async def run() -> None:
+        shuffled = Shuffled(play, 1, seed=3)  # type: ignore[arg-type]
+        await shuffled(first, 0.25)  # type: ignore[arg-type]
+        await shuffled(again, 0.75)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert first.ended == again.ended == [{"player": 0.25}], "the only reward there was to deal"
