@@ -11,6 +11,7 @@ never into the protocol.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -50,11 +51,10 @@ class RequestError(Exception):
         self.code = code
 
 
-def limit(limits: dict[str, int]) -> list[str]:
-    """Set the limits that hold for the whole life of the process; returns the names of those that this system has."""
+def limit(limits: dict[str, int]) -> None:
+    """Set the limits that hold for the whole life of the process, those that this system has."""
     if resource is None:
-        return []
-    done = []
+        return
     for name, value in (
         ("RLIMIT_AS", limits["memory_bytes"]),
         ("RLIMIT_FSIZE", limits["file_bytes"]),
@@ -67,12 +67,8 @@ def limit(limits: dict[str, int]) -> list[str]:
             continue
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        try:
+        with contextlib.suppress(OSError, ValueError):  # macOS knows RLIMIT_AS but may refuse it
             resource.setrlimit(which, (value, value))
-        except (OSError, ValueError):  # macOS knows RLIMIT_AS but may refuse it
-            continue
-        done.append(name)
-    return done
 
 
 def allow_cpu(seconds: int) -> None:
@@ -196,7 +192,8 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    replies.write(json.dumps({"hello": limit(limits)}).encode() + b"\n")
+    limit(limits)
+    replies.write(b"{}\n")  # ready
     replies.flush()
     guard(project)
     serve(Host(project), requests, replies, limits["cpu_seconds"])

@@ -213,8 +213,8 @@ class _Child:
         child._readers.append(asyncio.create_task(child._keep_stderr()))
         assert process.stdout
         try:
-            hello = await asyncio.wait_for(process.stdout.readline(), limits.start_s)
-            if not hello:
+            ready = await asyncio.wait_for(process.stdout.readline(), limits.start_s)
+            if not ready:
                 raise EnvCrashedError(f"the game's process ended before its first word{child._said()}")
         except (TimeoutError, asyncio.CancelledError, EnvCrashedError) as error:
             fault = (
