@@ -41,6 +41,10 @@ NOWHERE = Path("no-model-root")
 """Shipped weights need none."""
 
 
+class TrainingError(Exception):
+    """A training of the benchmark did not come to its end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One number of the record."""
@@ -120,7 +124,7 @@ class Bench:
             text=True,
         )
         if done.returncode != 0:
-            raise SystemExit(f"{name}, seed {seed}, ended with code {done.returncode}: {done.stderr.strip()}")
+            raise TrainingError(f"{name}, seed {seed}, ended with code {done.returncode}: {done.stderr.strip()}")
         results = json.loads((run_dir / RESULTS_FILE).read_text(encoding="utf-8"))
         return Trained(results, time.monotonic() - started)
 
@@ -202,7 +206,7 @@ def clone_on(spec: ProjectSpec, data: Sequence[Sample], seed: int, folder: Path)
 
 
 def promises(rows: Sequence[Row], games: Sequence[str]) -> Iterator[tuple[bool, str]]:
-    """What the README promises, each with whether these rows keep it."""
+    """What is promised of these games, each with whether these rows keep it."""
     found = {(row.case, row.metric): row for row in rows}
     for game in games:
         for (case, metric), before in found.items():
@@ -234,7 +238,7 @@ def show(row: Row) -> str:
 
 
 def main() -> int:
-    """Run it; the exit code says nothing about the promises, the last lines do."""
+    """Run it; the exit code says whether every training came to its end, the last lines whether the promises hold."""
     parser = argparse.ArgumentParser(description="Does the embedded model learn?")
     parser.add_argument("--quick", action="store_true", help="show within a minute that it runs")
     parser.add_argument("--games", nargs="+", choices=library.names(), help=f"default: {' '.join(GAMES)}")
@@ -245,19 +249,24 @@ def main() -> int:
     training = Training(updates=2, eval_every=2, eval_games=16) if args.quick else Training()
     games = args.games or (GAMES[:1] if args.quick else GAMES)
     rows: list[Row] = []
+    failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="learning-") as folder:
         bench = Bench(Path(folder), training, range(1 if args.quick else args.seeds), args.quick)
         for game in games:
             for part in (learning, shuffled, cloning):
-                for row in part(bench, game):
-                    rows.append(row)
-                    print(show(row), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-    if not args.quick:
+                try:
+                    for row in part(bench, game):
+                        rows.append(row)
+                        print(show(row), flush=True)
+                except TrainingError as error:
+                    failures.append(str(error))
+                    print(f"FAILED {error}", flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    if not args.quick and not failures:
         for is_kept, text in promises(rows, games):
             print("kept  " if is_kept else "MISSED", text)
-    return 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

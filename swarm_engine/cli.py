@@ -36,7 +36,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def default_run_dir() -> Path:
     """$A3R_HOME/swarm; A3R_HOME is .a3r in the current folder unless it is set."""
-    return Path(os.environ.get("A3R_HOME", ".a3r")) / "swarm"
+    return Path(os.environ.get("A3R_HOME") or ".a3r").expanduser() / "swarm"
 
 
 def give_up(message: str, code: int, as_json: bool = False) -> NoReturn:
@@ -54,7 +54,7 @@ def as_plain(value: Any) -> Any:
 
 def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_json: bool) -> SwarmClient:
     """A client of the server that the options name."""
-    from swarm_engine.client import SwarmClient
+    from swarm_engine.client import SwarmClient, TokenFileError, read_token
 
     folder = run_dir or default_run_dir()
     if url is None:
@@ -62,13 +62,10 @@ def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_j
             url = json.loads((folder / "server.json").read_text(encoding="utf-8"))["url"]
         except (OSError, ValueError, KeyError):
             give_up(f"no server runs in {folder}; start one with `swarm serve --run-dir {folder}`", FAILED, as_json)
-    file = token_file or folder / "token.json"
     try:
-        text = file.read_text(encoding="utf-8").strip()
-        token = json.loads(text)["operator"] if text.startswith("{") else text
-    except (OSError, ValueError, KeyError):
-        give_up(f"{file} holds no token; name the server's with --token-file", FAILED, as_json)
-    return SwarmClient(str(url), token)
+        return SwarmClient(str(url), read_token(token_file or folder / "token.json"))
+    except TokenFileError as error:
+        give_up(str(error), FAILED, as_json)
 
 
 def ask(
@@ -88,14 +85,14 @@ def ask(
             give_up(str(error), FAILED, as_json)
 
 
-def read_config(file: Path | None) -> Any:
+def read_config(file: Path | None, as_json: bool) -> Any:
     """An engine config from a JSON file."""
     if file is None:
         return None
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        give_up(f"the config {file} can't be read ({error})", USAGE)
+        give_up(f"the config {file} can't be read ({error})", USAGE, as_json)
 
 
 @app.command()
@@ -129,7 +126,9 @@ def serve(
     from swarm_engine.server.worker_link import WORKER_COMMAND
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    raw = read_config(config)
+    if config is not None and not start:
+        give_up("--config is for the start of the engine; add --start, or give it to `swarm start`", USAGE, as_json)
+    raw = read_config(config, as_json)
     try:
         parsed = None if raw is None else EngineConfig.model_validate(raw)
     except ValidationError as error:
@@ -179,7 +178,7 @@ def start(
     as_json: Json = False,
 ) -> None:
     """Start the engine of a server and wait until it takes episodes."""
-    raw = read_config(config)
+    raw = read_config(config, as_json)
     found = ask(lambda client: client.start(raw, wait=True), run_dir, url, token_file, as_json)
     print(json.dumps(as_plain(found)) if as_json else f"{found.state} at step {found.step}")
 

@@ -34,7 +34,7 @@ class Mode(StrEnum):
     EVAL = "eval"
     """Recorded, never trained."""
     DEBUG = "debug"
-    """Neither trained nor counted."""
+    """Recorded, neither trained nor part of an evaluation."""
 
 
 class Outcome(StrEnum):

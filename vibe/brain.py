@@ -262,7 +262,7 @@ def _one_value(number: Number) -> int | None:
 
 def _knob_of_size(template: Template) -> Knob | None:
     """The knob that a size such as `4x4` sets."""
-    return next((knob for knob in template.knobs if knob.unit == "cells a side"), None)
+    return next((knob for knob in template.knobs if knob.is_size), None)
 
 
 def _knob_beside(template: Template, before: Sequence[str], after: Sequence[str]) -> Knob | None:

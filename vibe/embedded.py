@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarm_engine.client import read_token
 from vibe.errors import SwarmFailedError, UsageError
 from vibe.run_folder import make_folder
 
@@ -49,26 +50,6 @@ def tail(log: Path, lines: int = LOG_LINES) -> str:
     except OSError:
         return ""
     return "\n".join([f"The end of {log}:", *(f"    {line}" for line in end)]) if end else ""
-
-
-def read_token(path: Path) -> str:
-    """The operator's token of a swarm's token.json, or the only line of a file that holds just a token.
-
-    Raises:
-        UsageError: the file can't be read or holds no operator token.
-    """
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UsageError(
-            f"the token file {path} can't be read ({error.strerror}); a swarm writes it at start"
-        ) from error
-    if not text.startswith("{"):
-        return text
-    token = json.loads(text).get("operator")
-    if not isinstance(token, str):
-        raise UsageError(f"{path} holds no `operator` token, which starting an engine needs")
-    return token
 
 
 @contextlib.asynccontextmanager

@@ -40,6 +40,7 @@ PATH_EVENTS = (
     *("os.symlink", "os.truncate", "os.chmod", "os.chown", "os.utime"),
 )
 READ_EVENTS = ("os.listdir", "os.scandir")
+TWO_PATH_EVENTS = ("os.rename", "os.link", "os.symlink")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -92,9 +93,13 @@ def guard(project: str) -> None:
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event.startswith(REFUSED_EVENTS):
             raise PermissionError(f"a game may not do this ({event}); it gets replies and gives observations")
-        if event in PATH_EVENTS and arguments and isinstance(arguments[0], str | bytes):
-            is_reading = event in READ_EVENTS or (event == "open" and not arguments[2] & WRITING)
-            path = os.path.realpath(os.fsdecode(arguments[0]))
+        if event not in PATH_EVENTS:
+            return
+        is_reading = event in READ_EVENTS or (event == "open" and not arguments[2] & WRITING)
+        for name in arguments[: 2 if event in TWO_PATH_EVENTS else 1]:
+            if not isinstance(name, str | bytes):
+                continue
+            path = os.path.realpath(os.fsdecode(name))
             if not any(
                 path == root or path.startswith(root + os.sep) for root in (readable if is_reading else (scratch,))
             ):

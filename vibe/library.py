@@ -47,6 +47,8 @@ class Knob:
     low: int | None = None
     high: int | None = None
     """Both ends belong to the range; None for a choice."""
+    is_size: bool = False
+    """Whether `4x4` sets it."""
     choices: Mapping[str, tuple[str, ...]] | None = None
     """The values of a choice, each with phrases that mean it; None for a number."""
 
@@ -216,5 +218,6 @@ def _knob(name: str, about: Mapping[str, Any]) -> Knob:
         words=tuple(about["words"]),
         low=about.get("low"),
         high=about.get("high"),
+        is_size=about.get("is_size", False),
         choices=None if choices is None else {value: tuple(words) for value, words in choices.items()},
     )

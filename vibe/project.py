@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from swarm_engine.config import EngineConfig
 from vibe import library
@@ -35,10 +35,21 @@ class ProjectSpec(GameSpec):
     """A game and everything needed to train on it."""
 
     config: EngineConfig = EngineConfig()
-    """What the engine is started with; its policy comes from `start_weights`."""
+    """What the engine is started with, but for its policy, which comes from `start_weights`."""
     training: Training = Training()
     start_weights: str
     """A name from `swarm_engine.models`, or a folder under the server's model root."""
+
+    @field_validator("config")
+    @classmethod
+    def _without_policies(cls, config: EngineConfig) -> EngineConfig:
+        if config.policies != EngineConfig().policies:
+            raise ValueError("config.policies is made from start_weights; set that")
+        return config
+
+    def to_json(self) -> str:
+        """What spec.json holds."""
+        return self.model_dump_json(indent=2, exclude={"config": {"policies"}}) + "\n"
 
     @classmethod
     def load(cls, project: Path) -> Self:

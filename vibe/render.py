@@ -42,7 +42,7 @@ def render(spec: ProjectSpec) -> dict[str, str]:
     files["train.py"] = fill(scaffold / "train.py.j2")
     files["README.md"] = fill(template.path / "README.md.j2") + fill(scaffold / "rules.md.j2")
     files["tests/test_game.py"] = fill(template.path / "test_game.py.j2")
-    files[SPEC_FILE] = spec.model_dump_json(indent=2) + "\n"
+    files[SPEC_FILE] = spec.to_json()
     return dict(sorted(files.items()))
 
 

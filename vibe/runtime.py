@@ -24,12 +24,12 @@ from typing import Any
 from experiments_db.engine import home_folder
 from experiments_db.errors import ExperimentsDbError
 from experiments_db.intervals import t_interval
-from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, Task
+from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, Task, read_token
 from swarm_engine.config import EngineConfig, PolicyConfig
 from swarm_engine.types import Mode, Outcome
 from vibe import library, seeds, warmup
 from vibe.control import Shuffled
-from vibe.embedded import Swarm, embedded_swarm, read_token
+from vibe.embedded import Swarm, embedded_swarm
 from vibe.envs import Env, EnvCrashedError, EnvHost, EnvTimeoutError
 from vibe.errors import INTERRUPTED, GameError, StoppedError, TooSmallError, UsageError, VibeError
 from vibe.judging import (
@@ -247,8 +247,9 @@ class Run:
             event = self.record.emit("variance", share=share, n_groups=len(games), limit=MIN_SHARE_WITH_VARIANCE)
         if event["share"] < MIN_SHARE_WITH_VARIANCE:
             raise TooSmallError(
-                f"nano is too small for this: in {event['share']:.0%} of {event['n_groups']} games its {group_size} "
-                f"attempts were paid differently, and learning by comparison needs {MIN_SHARE_WITH_VARIANCE:.0%}; "
+                f"{self.spec.start_weights} is too small for this: in {event['share']:.0%} of {event['n_groups']} "
+                f"games its {group_size} attempts were paid differently, and learning by comparison needs "
+                f"{MIN_SHARE_WITH_VARIANCE:.0%}; "
                 "make the game easier (fewer cells, players or stones), or train a larger policy"
             )
 
@@ -273,8 +274,10 @@ class Run:
 
     def _note_steps(self) -> None:
         """Write down the updates that are not written down yet; an interrupted run may have missed its last ones."""
+        last = self.record.find("step")
+        first = last["step"] + 1 if last else 1
         for step, payload in sorted(self.live.progress.steps.items()):
-            if not self.record.find("step", step=step):
+            if step >= first:
                 self.record.emit("step", updates=self.spec.training.updates, **payload)
 
     def is_time_to_evaluate(self) -> bool:

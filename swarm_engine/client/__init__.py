@@ -16,9 +16,10 @@ from swarm_engine.client.errors import (
     SwarmProtocolError,
     SwarmRequestError,
     SwarmUnavailableError,
+    TokenFileError,
 )
 from swarm_engine.client.sync import SwarmClient, SyncEpisode
-from swarm_engine.client.wire import ChatReply, EpisodeResult, Event, PolicyStatus, PoolStatus, Status, Task
+from swarm_engine.client.wire import ChatReply, EpisodeResult, Event, PolicyStatus, PoolStatus, Status, Task, read_token
 
 __all__ = [
     "AsyncSwarmClient",
@@ -41,4 +42,6 @@ __all__ = [
     "SwarmUnavailableError",
     "SyncEpisode",
     "Task",
+    "TokenFileError",
+    "read_token",
 ]

@@ -18,7 +18,6 @@ from swarm_engine.client.errors import (
     EpisodeLostError,
     EpisodeNotEndedError,
     SwarmError,
-    SwarmRequestError,
     SwarmUnavailableError,
 )
 from swarm_engine.client.http import HttpError, HttpPool
@@ -232,15 +231,15 @@ class AsyncSwarmClient:
 
     async def checkpoint(self) -> str:
         """Write a checkpoint now; returns its folder on the server."""
-        return wire.read_saved(await self._control("POST", "/checkpoints"))
+        return str((await self._control("POST", "/checkpoints"))["path"])
 
     async def export(self, policy: str, name: str) -> str:
         """Write a policy in the Hugging Face layout; returns its folder on the server."""
-        return wire.read_saved(await self._control("POST", "/export", {"policy": policy, "name": name}))
+        return str((await self._control("POST", "/export", {"policy": policy, "name": name}))["path"])
 
     async def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
         """An episode's contexts, token by token."""
-        answer = await self._control("GET", f"/episodes/{episode_id}/timelines?merge={merge}")
+        answer = await self._control("GET", wire.timelines_path(episode_id, merge))
         found: list[dict[str, Any]] = answer["timelines"]
         return found
 
@@ -337,10 +336,10 @@ class AsyncSwarmClient:
                 try:
                     await self._control("POST", f"/episodes/{episode.episode_id}/heartbeat")
                     episode._last_sign = clock()
-                except SwarmRequestError:
-                    # It is gone; whoever works on it learns so from its next call.
+                except EpisodeLostError:
+                    # Whoever works on it learns so from its next call.
                     self._live.pop(episode.episode_id, None)
-                except SwarmUnavailableError:
+                except SwarmError:
                     # The next beat tries again; the lease decides.
                     continue
 

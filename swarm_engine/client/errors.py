@@ -63,5 +63,9 @@ class EpisodeNotEndedError(SwarmError):
     """A rollout left its episode without a reward, so it was aborted."""
 
 
+class TokenFileError(SwarmError):
+    """A file holds no token."""
+
+
 class SwarmProtocolError(SwarmError):
     """The answer is not one of a swarm's; is the address right?"""

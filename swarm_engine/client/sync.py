@@ -21,7 +21,6 @@ from swarm_engine.client.errors import (
     EpisodeLostError,
     EpisodeNotEndedError,
     SwarmError,
-    SwarmRequestError,
     SwarmUnavailableError,
 )
 from swarm_engine.types import EngineState, Mode, Outcome
@@ -174,15 +173,15 @@ class SwarmClient:
 
     def checkpoint(self) -> str:
         """Write a checkpoint now; returns its folder on the server."""
-        return wire.read_saved(self._control("POST", "/checkpoints"))
+        return str(self._control("POST", "/checkpoints")["path"])
 
     def export(self, policy: str, name: str) -> str:
         """Write a policy in the Hugging Face layout; returns its folder on the server."""
-        return wire.read_saved(self._control("POST", "/export", {"policy": policy, "name": name}))
+        return str(self._control("POST", "/export", {"policy": policy, "name": name})["path"])
 
     def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
         """An episode's contexts, token by token."""
-        answer = self._control("GET", f"/episodes/{episode_id}/timelines?merge={merge}")
+        answer = self._control("GET", wire.timelines_path(episode_id, merge))
         found: list[dict[str, Any]] = answer["timelines"]
         return found
 
@@ -243,22 +242,25 @@ class SwarmClient:
 
     def _beat(self) -> None:
         """Renew the leases of quiet episodes until the client is closed."""
+        last = time.monotonic()
         while not self._is_closed:
             live = list(self._live.values())
             pause = min((episode._lease.lease_s * QUIET_SHARE / 2 for episode in live), default=None)
-            if self._wake.wait(pause):
+            # Counted from the last beat: claims wake this thread to look at the new lease, not to wait anew.
+            if self._wake.wait(None if pause is None else max(0.0, last + pause - time.monotonic())):
                 self._wake.clear()
                 continue
+            last = time.monotonic()
             for episode in live:
                 if time.monotonic() - episode._last_sign < episode._lease.lease_s * QUIET_SHARE:
                     continue
                 try:
                     self._control("POST", f"/episodes/{episode.episode_id}/heartbeat")
                     episode._last_sign = time.monotonic()
-                except SwarmRequestError:
-                    # It is gone; whoever works on it learns so from its next call.
+                except EpisodeLostError:
+                    # Whoever works on it learns so from its next call.
                     self._live.pop(episode.episode_id, None)
-                except SwarmUnavailableError:
+                except SwarmError:
                     # The next beat tries again; the lease decides.
                     continue
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -15,6 +16,7 @@ from swarm_engine.client.errors import (
     SwarmProtocolError,
     SwarmRequestError,
     SwarmUnavailableError,
+    TokenFileError,
 )
 from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
 
@@ -141,9 +143,32 @@ def bearer(token: str) -> dict[str, str]:
     Raises:
         ValueError: the token is none.
     """
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
+    if not is_token(token):
         raise ValueError("a token is one line of printable ASCII; take it from the server's token file")
     return {"authorization": f"Bearer {token}"}
+
+
+def is_token(text: str) -> bool:
+    """Whether a text can go into the header as a token."""
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text
+
+
+def read_token(file: Path) -> str:
+    """The operator's token of a server's token.json, or the token that is all a file holds.
+
+    Raises:
+        TokenFileError: the file can't be read, or holds none.
+    """
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+        token = json.loads(text)["operator"] if text.startswith("{") else text
+    except OSError as error:
+        raise TokenFileError(f"the token file {file} can't be read ({error.strerror}); a server writes it") from error
+    except (ValueError, KeyError):
+        token = None
+    if not isinstance(token, str) or not is_token(token):
+        raise TokenFileError(f"{file} holds no operator's token; name the token.json of the server's run folder")
+    return token
 
 
 def claim_body(
@@ -174,15 +199,9 @@ def read_claim(task_id: str, answer: Mapping[str, Any]) -> Lease | ClaimReason:
     )
 
 
-def read_saved(answer: Mapping[str, Any]) -> str:
-    """The folder of something saved.
-
-    Raises:
-        SwarmRequestError: it could not be written.
-    """
-    if answer["error"] is not None:
-        raise SwarmRequestError(507, "not_saved", answer["error"])
-    return str(answer["path"])
+def timelines_path(episode_id: str, merge: str) -> str:
+    """Where an episode's contexts are."""
+    return f"/episodes/{quote(episode_id, safe='')}/timelines?merge={quote(merge, safe='')}"
 
 
 def chat_url(base_url: str, agent: str | None) -> str:

@@ -1,7 +1,8 @@
 """Names of policies, and where their weights are.
 
-A policy is named by what ships with the package (`nano`, `nano-tictactoe` …) or by a folder under the server's model
-root; nothing else is ever opened. Loading is in `swarm_engine.models.loading`, it needs torch; this module does not.
+A policy is named by what ships with the package (`nano-tictactoe`, `nano-spy` …) or by a folder under the server's
+model root; nothing else is ever opened. Loading is in `swarm_engine.models.loading`, it needs torch; this module does
+not.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from swarm_engine.errors import ModelError
 NANO_DIR = Path(__file__).parent / "nano"
 """Tokenizer, config and start weights of the shipped policies."""
 
-BASE_WEIGHTS = "base"
-"""The start weights that the bare name `nano` means."""
+PREFIX = "nano-"
+"""Of a shipped policy's name; what follows is the game it starts on."""
 
 
 def shipped() -> tuple[str, ...]:
     """The names that ship with the package."""
-    stems = sorted(path.stem for path in (NANO_DIR / "weights").glob("*.safetensors"))
-    return tuple("nano" if stem == BASE_WEIGHTS else f"nano-{stem}" for stem in stems)
+    return tuple(sorted(PREFIX + path.stem for path in (NANO_DIR / "weights").glob("*.safetensors")))
 
 
 def resolve(name: str, model_root: Path | str) -> Path:
@@ -37,8 +37,8 @@ def resolve(name: str, model_root: Path | str) -> Path:
         raise ModelError(f"model {name!r} leads out of the model root {root}; name a folder inside it")
     if folder.is_dir():
         return folder
-    if name == "nano" or name.startswith("nano-"):
-        weights = NANO_DIR / "weights" / f"{BASE_WEIGHTS if name == 'nano' else name.removeprefix('nano-')}.safetensors"
+    if name.startswith(PREFIX):
+        weights = NANO_DIR / "weights" / f"{name.removeprefix(PREFIX)}.safetensors"
         if weights.parent == NANO_DIR / "weights" and weights.is_file():
             return weights
     folders = {path.name for path in root.iterdir() if path.is_dir()} if root.is_dir() else set()

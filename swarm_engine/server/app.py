@@ -79,12 +79,14 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:]) or "the body"
+        # A body that is no JSON is located by its byte, which says nothing without the byte's meaning.
+        fields = [] if first["type"] == "json_invalid" else first["loc"][1:]
+        where = ".".join(map(str, fields)) or "the body"
         return answer(InvalidError(f"{where}: {first['msg']}", "see /openapi.json for what this route takes"))
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        code = "not_found" if error.status_code == 404 else "http"
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
         body = {
             "code": code,
             "message": f"{request.method} {request.url.path}: {error.detail}",
@@ -123,7 +125,7 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
     ) -> StreamingResponse:
         """The numbered events, as server-sent events; `follow=false` ends at the newest one."""
         last = request.headers.get("last-event-id")
-        if last is not None and not last.isdigit():
+        if last is not None and not last.isdecimal():
             raise InvalidError(f"Last-Event-ID is {last!r}", "it must be the number of an event")
         start = int(last) if last is not None else after
         return StreamingResponse(
@@ -201,13 +203,13 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
     async def checkpoint() -> JSONResponse:
         """Write a checkpoint now."""
         saved = await engine.checkpoint()
-        return JSONResponse({"step": saved.step, "path": saved.path, "error": saved.error})
+        return JSONResponse({"step": saved.step, "path": saved.path})
 
     @app.post(f"{CONTROL}/export", dependencies=[operator])
     async def export(body: ExportRequest) -> JSONResponse:
         """Write a policy in the Hugging Face layout."""
         saved = await engine.export(body.policy, body.name)
-        return JSONResponse({"step": saved.step, "path": saved.path, "error": saved.error})
+        return JSONResponse({"step": saved.step, "path": saved.path})
 
     return app
 

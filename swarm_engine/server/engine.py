@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from swarm_engine.config import EngineConfig, Merge
 from swarm_engine.errors import (
     BadRequestError,
+    CheckpointError,
     ConflictError,
     EngineUnavailableError,
     NotFoundError,
@@ -160,7 +161,6 @@ class Engine:
             raise going_down
         self.journal.reopen()
         self._config = config = self._agree(config)
-        self.reason = None
         stored = config.model_dump(mode="json")
         self.journal.append(MetaWrite("config", dumps(stored)), EventWrite.of("config", config=stored))
         self._to(EngineState.BOOTING, "start")
@@ -283,6 +283,8 @@ class Engine:
 
     def _to(self, state: EngineState, cause: str) -> None:
         check_transition(self.state, state)
+        if state is not EngineState.FAILED:
+            self.reason = None
         self.journal.append(EventWrite.of("state", **{"from": self.state, "to": state, "cause": cause}))
         self.state = state
 
@@ -416,8 +418,9 @@ class Engine:
 
         Raises:
             EngineUnavailableError: the engine does not run.
+            CheckpointError: it can't be written; the last one stands.
         """
-        return await self._save(self.loaded.link)
+        return _written(await self._save(self.loaded.link))
 
     def checkpoints(self) -> list[dict[str, Any]]:
         """Checkpoints on disk, oldest first."""
@@ -432,13 +435,18 @@ class Engine:
             EngineUnavailableError: the engine does not run.
             NotFoundError: it serves no such policy.
             BadRequestError: the name is no plain folder name.
+            ConflictError: there is an export of that name.
+            CheckpointError: it can't be written.
         """
         loaded = self.loaded
         if policy != loaded.policy.name:
             raise NotFoundError(f"policy {policy!r} is not served here", f"this server has {loaded.policy.name!r}")
         if not name or name.startswith(".") or Path(name).name != name:
             raise BadRequestError(f"export name {name!r} is no plain folder name", "it becomes a folder under exports/")
-        return await loaded.link.export(Export(policy, str(self.run_dir / "exports" / name)))
+        folder = self.run_dir / "exports" / name
+        if folder.exists():
+            raise ConflictError(f"{folder} is there already", "name another folder", code="export_exists")
+        return _written(await loaded.link.export(Export(policy, str(folder))))
 
     # Looking
 
@@ -512,6 +520,13 @@ class Engine:
         if self.state is EngineState.FAILED:
             return EngineUnavailableError(f"the engine failed: {self.reason}", start, code="engine_failed")
         return EngineUnavailableError(f"the engine is {self.state}", start, code="engine_offline")
+
+
+def _written(saved: Saved) -> Saved:
+    """What was saved, or the error that says why it wasn't."""
+    if saved.error is not None:
+        raise CheckpointError(saved.error, "make room or mend the run folder, and ask again")
+    return saved
 
 
 def _fixed_part(config: EngineConfig) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from swarm_engine.types import Mode, Outcome
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+MAX_REWARD = 1e9
+"""Baselines and deviations square rewards; far larger ones would overflow there, after they are on record."""
+Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
 MAX_WAIT_S = 60.0
 
 
@@ -41,13 +44,13 @@ class StepReward(Body):
     """A reward for one call."""
 
     call_id: Name
-    reward: Finite
+    reward: Reward
 
 
 class End(Body):
     """How an episode ended."""
 
-    reward: Finite | dict[Name, Finite | None] | None
+    reward: Reward | dict[Name, Reward | None] | None
     """A bare number goes to every agent; null where it can't be judged."""
     step_rewards: list[StepReward] = Field(default_factory=list)
     outcome: Outcome

@@ -25,7 +25,7 @@ class Seat:
     task_id: str
     index: int
     attempt: int
-    """How many episodes held this place before and were dropped."""
+    """How many episodes held this place since the engine's start and were dropped."""
     position: int
     """Number of the group among all groups of this run, in claim order; 0 outside training."""
 

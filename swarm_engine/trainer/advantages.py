@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 NOISE = 1e-6
-"""Rewards closer than this, relative to the largest, are equal: dividing by their deviation would train on rounding."""
+"""Rewards closer than this are equal, relative to the largest where one is over 1: dividing by their deviation would
+train on rounding."""
 
 
 def group_advantages(rewards: Sequence[float], *, normalize_by_std: bool) -> list[float]:

@@ -67,7 +67,11 @@ class GrpoTrainer:
         """The start weights, so a trainer is made before a checkpoint is loaded into its model."""
 
     def update(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:
-        """Train on one batch and return its metrics; the weights change in place."""
+        """Train on one batch and return its metrics; the weights change in place.
+
+        `entropy`, `kl_sampling`, `ratio_max` and `clip_fraction` are over the tokens that are computed: those whose
+        loss has a gradient. With neither KL nor entropy in the loss these are the groups whose rewards differ.
+        """
         start = time.perf_counter()
         samples = make_samples(episodes, self.config.merge, normalize_by_std=self.config.normalize_by_std)
         rows = self.rows(samples)
@@ -184,7 +188,7 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode]) -> dic
         "zero_variance_groups": float(len(flat)),
         "num_trained_tokens": float(sum(sample.num_trained for sample in counted)),
         "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in calls), len(calls)),
-        "merge_ratio": (num_merged and sum(sample.num_raw_tokens for sample in counted) / num_merged) or None,
+        "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged),
     }
 
 

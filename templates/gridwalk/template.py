@@ -21,6 +21,7 @@ KNOBS: dict[str, dict[str, Any]] = {
         "low": 3,
         "high": 8,
         "unit": "cells a side",
+        "is_size": True,
         "meaning": "the grid has this many rows and columns",
         "words": ["grid", "lake", "map", "board", "cells", "maze", "size"],
     },

@@ -21,6 +21,7 @@ KNOBS: dict[str, dict[str, Any]] = {
         "low": 3,
         "high": 4,
         "unit": "cells a side",
+        "is_size": True,
         "meaning": "the board has this many rows and columns",
         "words": ["board", "grid", "size", "square"],
     },

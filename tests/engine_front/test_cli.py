@@ -57,7 +57,22 @@ def test_no_server_and_no_token_say_what_to_do(tmp_path: Path) -> None:
         "status", "--run-dir", str(tmp_path), ok=False
     )
     said = swarm("status", "--url", "http://127.0.0.1:9", "--token-file", str(tmp_path / "none"), ok=False)
-    assert "holds no token; name the server's with --token-file" in said
+    assert "can't be read (No such file or directory); a server writes it" in said
+
+
+@pytest.mark.parametrize("text", ["{", '{"observer": "x"}', '{"operator": 7}', "two\nlines", "# A3R", ""])
+def test_a_file_that_is_no_token_file_is_a_message_and_no_traceback(tmp_path: Path, text: str) -> None:
+    (tmp_path / "token").write_text(text)
+    said = swarm("status", "--url", "http://127.0.0.1:9", "--token-file", str(tmp_path / "token"), ok=False)
+    assert "holds no operator's token; name the token.json of the server's run folder" in said
+
+
+def test_a_config_that_nothing_would_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    command = ["serve", "--run-dir", str(tmp_path / "run"), "--config", str(tmp_path / "config.json"), "--json"]
+    found = RUN.invoke(app, command)
+    assert found.exit_code == 2
+    assert "add --start" in json.loads(found.stdout)["message"]
 
 
 def test_an_unknown_episode_is_a_message_and_no_traceback(engine: Served) -> None:

@@ -210,8 +210,8 @@ def test_an_end_whose_caller_goes_away_meanwhile_still_counts(tmp_path: Path) ->
     assert asyncio.run(play()) == (0, 1)
 
 
-@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b'"high"', b"[1]"])
-def test_a_reward_that_is_no_finite_number_is_refused(engine: Served, number: bytes) -> None:
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b'"high"', b"[1]", b"1e10", b"-1e200"])
+def test_a_reward_that_is_no_number_to_learn_from_is_refused(engine: Served, number: bytes) -> None:
     with engine.client() as client:
         episode = client.episode("bad", mode=EVAL)
         answer = ask(
@@ -469,6 +469,18 @@ def test_the_clients_heartbeats_keep_a_quiet_episode(serving: Callable[..., Serv
         client.start({**SMALL, "lease_s": 1.2}, wait=True)
         with client.episode("thinking", mode=EVAL) as episode:
             time.sleep(2.5)
+            episode.end(reward=1.0)
+
+
+def test_a_client_that_keeps_claiming_keeps_its_quiet_episode_too(serving: Callable[..., Served]) -> None:
+    served = serving()
+    with served.client() as client:
+        client.start({**SMALL, "lease_s": 1.2}, wait=True)
+        with client.episode("thinking", mode=EVAL) as episode:
+            for _ in range(20):
+                with client.episode("other", mode=EVAL) as other:
+                    time.sleep(0.125)
+                    other.end(reward=0.0)
             episode.end(reward=1.0)
 
 

@@ -219,6 +219,9 @@ def test_checkpoints_come_every_so_many_updates_and_a_start_loads_the_last(servi
         client.start(wait=True)
         assert client.checkpoint().endswith("step-000003")
         assert client.export("policy", "mine").endswith("exports/mine")
+        with pytest.raises(SwarmRequestError, match="is there already; name another folder") as refused:
+            client.export("policy", "mine")
+        assert (refused.value.status, refused.value.code) == (409, "export_exists")
         with pytest.raises(SwarmRequestError, match="no plain folder name"):
             client.export("policy", "../mine")
         play(client, "a", "b")
@@ -352,6 +355,7 @@ def test_a_judge_that_never_judges_stops_the_run_with_a_reason(serving: Callable
         assert status.state is EngineState.FAILED
         assert "last 12 train episodes ended without a reward, the last one as null_reward" in (status.reason or "")
         assert client.start(wait=True).pool.episodes == 2
+        assert client.stop().reason is None, "an old failure is no reason to be OFFLINE"
 
 
 # Processes
@@ -403,9 +407,9 @@ def test_a_signal_saves_ends_the_worker_and_exits_with_0(tmp_path: Path, number:
     check_journal(run_dir)
 
 
-def config_file(folder: Path) -> Path:
+def config_file(folder: Path, **changes: Any) -> Path:
     file = folder / "config.json"
-    file.write_text(json.dumps(CONFIG))
+    file.write_text(json.dumps({**CONFIG, **changes}))
     return file
 
 
@@ -429,9 +433,9 @@ def test_whatever_is_killed_whenever_no_completed_episode_is_lost_and_none_is_tr
     run_dir = tmp_path / "run"
     draw = random.Random(5)
     worker = fake_worker(run_dir, token_s=0.001, update_s=0.05)
-    served = serve_process(
-        run_dir, "--port", str(free_port()), "--start", "--config", str(config_file(tmp_path)), worker=worker
-    )
+    # An end whose answer is lost is played again, in a group that nobody fills; a short lease gives such a group up soon.
+    config = config_file(tmp_path, lease_s=3)
+    served = serve_process(run_dir, "--port", str(free_port()), "--start", "--config", str(config), worker=worker)
     port = served.url.rpartition(":")[2]
     answered: list[str] = []
     is_over = threading.Event()

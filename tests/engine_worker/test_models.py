@@ -139,15 +139,14 @@ def test_names_resolve_to_folders_first_and_to_shipped_weights_then(
 ) -> None:
     nano = tmp_path / "nano"
     (nano / "weights").mkdir(parents=True)
-    for stem in ("base", "nim", "spy"):
+    for stem in ("nim", "spy"):
         (nano / "weights" / f"{stem}.safetensors").touch()
     monkeypatch.setattr(models, "NANO_DIR", nano)
     root = tmp_path / "root"
     (root / "nano-spy").mkdir(parents=True)
-    assert resolve("nano", root) == nano / "weights" / "base.safetensors"
     assert resolve("nano-nim", root) == nano / "weights" / "nim.safetensors"
     assert resolve("nano-spy", root) == root / "nano-spy"
-    with pytest.raises(ModelError, match="no model 'nano-chess'; known are nano, nano-nim, nano-spy"):
+    with pytest.raises(ModelError, match="no model 'nano-chess'; known are nano-nim, nano-spy"):
         resolve("nano-chess", root)
     with pytest.raises(ModelError, match="there is no model"):
         resolve("nano-../../x", root)

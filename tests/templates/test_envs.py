@@ -62,6 +62,10 @@ class Game:
         os.listdir("/")
     def spoil(self):
         open(__file__, "w")
+    def smuggle(self):
+        with open("notes", "w") as file:
+            file.write("42")
+        os.rename("notes", os.path.join(os.path.dirname(__file__), "env.py"))
     def remember(self):
         with open("notes", "w") as file:
             file.write("42")
@@ -203,7 +207,7 @@ def test_the_child_sees_no_environment_no_packages_and_another_folder(
     assert not Path(seen["cwd"]).exists(), "the scratch folder goes with the host"
 
 
-@pytest.mark.parametrize("deed", ["reach", "foreign", "read", "spy", "spoil"])
+@pytest.mark.parametrize("deed", ["reach", "foreign", "read", "spy", "spoil", "smuggle"])
 def test_sockets_foreign_code_and_other_files_are_refused(project: Path, deed: str) -> None:
     async def main() -> None:
         async with EnvHost(project, {}) as host:
@@ -363,8 +367,8 @@ def test_the_protocol_is_json_lines_as_designed(project: Path) -> None:
     text = "".join(json.dumps(request) + "\n" for request in requests) + "not json\n"
     command = [sys.executable, "-I", "-S", "-B", str(HOST), str(project), limits]
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
-    hello, *replies = [json.loads(line) for line in done.stdout.splitlines()]
-    assert "RLIMIT_AS" in hello["hello"] or sys.platform != "linux"
+    ready, *replies = [json.loads(line) for line in done.stdout.splitlines()]
+    assert ready == {}
     assert replies[0] == {"id": 1, "ok": {"seat": "a", "agent": "a", "system": "s", "observation": "7"}}
     assert replies[1] == {"id": 2, "error": {"code": "unknown_env", "message": "there is no env 'e2'; reset it first"}}
     assert replies[2]["error"]["code"] == "bad_request"
