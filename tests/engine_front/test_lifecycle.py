@@ -433,7 +433,7 @@ def test_whatever_is_killed_whenever_no_completed_episode_is_lost_and_none_is_tr
     run_dir = tmp_path / "run"
     draw = random.Random(5)
     worker = fake_worker(run_dir, token_s=0.001, update_s=0.05)
-    # An end whose answer is lost is played again, in a group that nobody fills; a short lease gives such a group up soon.
+    # An end whose answer is lost is played again in a group that nobody fills; a short lease gives that up soon.
     config = config_file(tmp_path, lease_s=3)
     served = serve_process(run_dir, "--port", str(free_port()), "--start", "--config", str(config), worker=worker)
     port = served.url.rpartition(":")[2]
