@@ -25,6 +25,10 @@ class Facts:
     """Episodes that were part of an update; None where no row tells."""
     not_finite: tuple[str, ...]
     """Metrics that were once no finite number."""
+    num_gradients: int = 0
+    """Updates that had a gradient; those whose groups had nothing to compare have none."""
+    num_not_finite_gradients: int = 0
+    """Updates whose gradient was not finite, which the engine leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ def check_run(plan: Plan, arm: Arm, record: RunRecord, facts: Facts) -> list[Pro
             Problem("not finite", Severity.HIGH, f"{name} was not a finite number, so training diverged")
             for name in facts.not_finite
         ),
+        *_gradients(facts),
     ]
 
 
@@ -101,6 +106,18 @@ def _evaluations(plan: Plan, arm: Arm, record: RunRecord) -> list[Problem]:
         message = f"of {plan.controls.evaluation_games} held-out games only these were scored: {', '.join(few)}"
         return [Problem("evaluations", Severity.HIGH, message)]
     return []
+
+
+def _gradients(facts: Facts) -> list[Problem]:
+    """The engine leaves out an update whose gradient is not finite, so the weights stay what they were."""
+    lost, total = facts.num_not_finite_gradients, facts.num_gradients
+    if lost == 0:
+        return []
+    if lost == total:
+        message = f"the gradient of all {total} updates was not finite, so training diverged"
+        return [Problem("not finite", Severity.HIGH, message)]
+    message = f"the gradient of {lost} of {total} updates was not finite, so they changed no weight"
+    return [Problem("not finite", Severity.MEDIUM, message)]
 
 
 def _episodes(plan: Plan, facts: Facts) -> list[Problem]:

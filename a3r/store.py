@@ -20,11 +20,13 @@ from a3r.executor import JobState as HereState
 from a3r.executor import JobStatus
 from a3r.integrity import Facts
 from a3r.prereg.plan import Arm, Direction, Plan, StageKind, load_locked
-from experiments_db import models, writes
+from experiments_db import models, queries, writes
 from experiments_db.engine import Database
 
 MAX_ATTEMPTS = 3
 """Starts of one run that was lost; a run that fails by itself is not tried again, for failing is its result."""
+SKIPPED, NOT_FINITE_GRADIENT = "skipped", "nonfinite_gradient"
+"""The engine's metrics, 1 where they hold: the update changed no weight; it did not because of its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,4 +552,17 @@ def facts(database: Database, experiment_id: str) -> Facts:
             .where(models.MetricPoint.experiment_id == experiment_id, col(models.MetricPoint.mark).in_(marks))
             .distinct()
         ).all()
-    return Facts(config.payload.get("config") if config else None, trained or None, tuple(sorted(names)))
+        curves = queries.all_curves(session, experiment_id)
+    # The engine reports no NaN: a metric that is no finite number comes as null, and these two say why.
+    steps = {
+        name: {point.step for point in curves[name].points if point.value} if name in curves else set()
+        for name in (SKIPPED, NOT_FINITE_GRADIENT)
+    }
+    every = {point.step for curve in curves.values() for point in curve.points}
+    return Facts(
+        config=config.payload.get("config") if config else None,
+        num_trained=trained or None,
+        not_finite=tuple(sorted(names)),
+        num_gradients=len(every - steps[SKIPPED] | steps[NOT_FINITE_GRADIENT]),
+        num_not_finite_gradients=len(steps[NOT_FINITE_GRADIENT]),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_each_deviation_is_found(plan):
     assert problems(plan, record(), facts(plan, trained=255)) == [("episodes", Severity.HIGH)]
     assert problems(plan, record(), facts(plan, not_finite=("loss",))) == [("not finite", Severity.HIGH)]
     assert problems(plan, record(), Facts(None, 256, ())) == [("config", Severity.MEDIUM)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "found"),
+    [(0, []), (1, [("not finite", Severity.MEDIUM)]), (4, [("not finite", Severity.HIGH)])],
+)
+def test_updates_without_a_finite_gradient_are_found_and_where_there_is_no_other_the_run_failed(plan, lost, found):
+    seen = dataclasses.replace(facts(plan), num_gradients=4, num_not_finite_gradients=lost)
+    assert problems(plan, record(), seen) == found
 
 
 def test_one_game_in_twenty_may_be_missing(plan):

@@ -172,6 +172,19 @@ def test_a_run_with_another_config_is_quarantined(lab_in):
     assert "learning_rate is 0.5, planned 0.001" in loaded.findings[0].message
 
 
+def test_a_run_that_diverged_counts_as_failed_and_one_that_lost_an_update_is_doubted(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6, "bad_steps": [1, 2, 3, 4, 5]}, "group_size=4": {"bad_steps": [3]}})
+    study = lab.begin(EXAMPLE)
+    assert lab.go(study) is StudyStatus.DONE
+    loaded = bundles.load(lab.deps.database, study)
+    assert leaf_of(lab, study) is Leaf.TOO_MANY_FAILURES
+    assert {run.status.value for run in loaded.runs if run.arm == "group_size=8"} == {"quarantined"}
+    assert {run.status.value for run in loaded.runs if run.arm == "group_size=4"} == {"done"}
+    messages = [(finding.severity.value, finding.message) for finding in loaded.findings]
+    assert messages.count(("high", "the gradient of all 5 updates was not finite, so training diverged")) == 3
+    assert messages.count(("medium", "the gradient of 1 of 5 updates was not finite, so they changed no weight")) == 3
+
+
 def test_two_identical_seeds_are_noticed(lab_in):
     lab = lab_in({"group_size=8": {"rise": 0.6}})
     study = lab.begin(EXAMPLE)

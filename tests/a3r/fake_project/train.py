@@ -16,8 +16,8 @@ from pathlib import Path
 
 from sqlmodel import select
 
-from experiments_db.engine import open_database
-from experiments_db.models import EngineEvent, EvalItem, EvalRun
+from experiments_db.engine import Database, open_database
+from experiments_db.models import EngineEvent, EvalItem, EvalRun, MetricPoint, ValueMark
 
 
 def main(argv: list[str]) -> int:
@@ -54,6 +54,7 @@ def main(argv: list[str]) -> int:
         for step in range(updates + 1):
             if step:
                 time.sleep(effects.get("step_s", 0.0))
+                tell_gradient(database, args.experiment, step, is_finite=step not in effects.get("bad_steps", []))
                 print(
                     json.dumps({"event": "step", "step": step, "updates": updates, "metrics": {"reward_mean": top}}),
                     flush=True,
@@ -101,6 +102,22 @@ def main(argv: list[str]) -> int:
     if not effects.get("is_silent"):
         (folder / "results.json").write_text("{}")
     return 0
+
+
+def tell_gradient(database: Database, experiment: str, step: int, *, is_finite: bool) -> None:
+    """What the engine reports of a gradient: its norm, or null and why the update was left out."""
+    bad = float(not is_finite)
+    values = {"grad_norm": 0.5 if is_finite else None, "skipped": bad, "nonfinite_gradient": bad}
+    with database.write() as session:
+        for name, value in values.items():
+            mark = ValueMark.FINITE if value is not None else ValueMark.ABSENT
+            known = (
+                MetricPoint.experiment_id == experiment,
+                MetricPoint.name == name,
+                MetricPoint.step == step,
+            )
+            if session.exec(select(MetricPoint).where(*known)).first() is None:
+                session.add(MetricPoint(experiment_id=experiment, name=name, step=step, value=value, mark=mark))
 
 
 if __name__ == "__main__":
