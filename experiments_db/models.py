@@ -344,6 +344,8 @@ class Study(Row, table=True):
     """Names the study for its maker, so that making it twice makes one; None never matches another."""
     created_at: datetime = _now()
     finished_at: datetime | None = _moment_or_none()
+    wishes: dict[str, Any] = _object()
+    """What was asked for beside the question, such as a number of seeds, by name."""
 
 
 class Assumption(Row, table=True):
@@ -793,6 +795,8 @@ class Decision(Row, table=True):
     """Who took another branch than the tree; claims that rest on it are exploratory."""
     comment: str | None = Field(default=None, sa_type=Text)
     at: datetime = _now()
+    arm_key: str | None = None
+    """The arm it is about; None in rows of before this column, about the reference alone."""
 
 
 class DecisionEstimate(Row, table=True):

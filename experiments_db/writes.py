@@ -94,6 +94,7 @@ def create_study(
     code_sha: str | None = None,
     env_fingerprint: Mapping[str, Any] | None = None,
     graph_version: str | None = None,
+    wishes: Mapping[str, Any] | None = None,
 ) -> str:
     """A new study in `draft`; with a key, the one study of that key."""
     study = Study(
@@ -105,6 +106,7 @@ def create_study(
         code_sha=code_sha,
         env_fingerprint=dict(env_fingerprint or {}),
         graph_version=graph_version,
+        wishes=dict(wishes or {}),
     )
     if key is None:
         session.add(study)
@@ -681,6 +683,7 @@ def add_decision(
     branch: str,
     predicate_trace: Sequence[Any],
     estimates: Sequence[str] = (),
+    arm_key: str | None = None,
     n: int = 0,
     auto: bool = True,
     overridden_by: str | None = None,
@@ -696,10 +699,10 @@ def add_decision(
         auto=auto,
         overridden_by=overridden_by,
         comment=comment,
+        arm_key=arm_key,
     )
-    decision = _put(
-        session, row, by=("stage_id", "n"), same=("node_id", "branch", "predicate_trace", "auto", "overridden_by")
-    )
+    same = ("node_id", "branch", "predicate_trace", "auto", "overridden_by", "arm_key")
+    decision = _put(session, row, by=("stage_id", "n"), same=same)
     for estimate_id in estimates:
         link = DecisionEstimate(decision_id=decision.id, estimate_id=estimate_id)
         _put(session, link, by=("decision_id", "estimate_id"), same=())

@@ -111,6 +111,7 @@ def analyst(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stud
                     branch=verdict.leaf.value,
                     predicate_trace=[asdict(visited) for visited in verdict.trace],
                     estimates=[ids[key] for key in read_from],
+                    arm_key=contrast.arm,
                     comment=f"{contrast.arm} against {plan.reference.key}; {why}",
                 )
             trace = [asdict(visited) for visited in verdict.trace]
@@ -169,6 +170,8 @@ def _after_noise_floor(deps: Deps, state: StudyState, plan: Plan, records: list[
     stage = store.stage_id(deps.database, state["study_id"], 0)
     with deps.database.write() as session:
         node_id = trace[-1]["node"] if trace else "none"
-        writes.add_decision(session, stage, node_id=node_id, branch=leaf, predicate_trace=trace)
+        writes.add_decision(
+            session, stage, node_id=node_id, branch=leaf, predicate_trace=trace, arm_key=plan.reference.key
+        )
     deps.tell("decision", arm=plan.reference.key, branch=leaf, trace=trace)
     return leaf

@@ -375,7 +375,7 @@ def trace_rows(bundle: Bundle) -> list[dict[str, str]]:
     """Every node of every decision, as texts."""
     found: list[dict[str, str]] = []
     for stage, decision in bundle.decisions:
-        arm = (decision.comment or bundle.plan.reference.key).partition(" against ")[0]
+        arm = decision.arm_key or bundle.plan.reference.key
         for place, visited in enumerate(decision.predicate_trace):
             is_last = place == len(decision.predicate_trace) - 1
             branch = decision.branch.replace("_", " ") if is_last else ""
