@@ -14,7 +14,7 @@ from rich.console import Console
 
 from a3r import store
 from a3r.errors import A3RError, PlanError
-from a3r.executor import LocalExecutor, supervise
+from a3r.executor import LocalExecutor
 from a3r.graph.driver import ENDED, Approval, drive
 from a3r.graph.state import GRAPH_VERSION, Deps
 from a3r.paths import Home
@@ -53,10 +53,8 @@ def research(reading: Reading, *, home: Path | None, wishes: Wishes, yes: bool, 
     if dry_run:
         return 0
     with open_database(home=root) as database:
-        study = store.create_study(database, question, fingerprint(), GRAPH_VERSION)
-        paths = Home(root).study(study)
-        paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        supervise.write_whole(paths.request, {"question": question, "wishes": asdict(wishes)})
+        study = store.create_study(database, question, fingerprint(), GRAPH_VERSION, asdict(wishes))
+        Home(root).study(study).root.mkdir(parents=True, exist_ok=True, mode=0o700)
         told.tell("study", id=study, home=str(root))
         return _go(study, database, Home(root), executor, told, yes=yes)
 

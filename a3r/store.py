@@ -67,8 +67,14 @@ class RunView:
         return self.job_state in lost and self.attempt < MAX_ATTEMPTS
 
 
-def create_study(database: Database, question: str, fingerprint: Mapping[str, Any], graph_version: str) -> str:
-    """A new study in draft; returns its id."""
+def create_study(
+    database: Database, question: str, fingerprint: Mapping[str, Any], graph_version: str, wishes: Mapping[str, Any]
+) -> str:
+    """A new study in draft; returns its id.
+
+    Args:
+        wishes: fields of `Wishes`.
+    """
     with database.write() as session:
         return writes.create_study(
             session,
@@ -77,6 +83,7 @@ def create_study(database: Database, question: str, fingerprint: Mapping[str, An
             code_sha=analysis_sha(),
             env_fingerprint=fingerprint,
             graph_version=graph_version,
+            wishes=wishes,
         )
 
 

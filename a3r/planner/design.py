@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from a3r.errors import QuestionError
 from a3r.planner.offline import Reading, shown
@@ -55,6 +55,16 @@ class Wishes:
     """Wall minutes that the study may take."""
     parallel: int = 1
     """Runs side by side."""
+
+
+def flags(wishes: Mapping[str, float | None]) -> list[str]:
+    """The words of a command line that wishes the same, by the fields of `Wishes`."""
+    words: list[str] = []
+    for field in fields(Wishes):
+        wish = wishes.get(field.name)
+        name = "jobs" if field.name == "parallel" else field.name.replace("_", "-")
+        words += [] if wish is None else [f"--{name}", f"{wish:g}"]
+    return words
 
 
 def design(reading: Reading, wishes: Wishes) -> Plan:

@@ -7,8 +7,10 @@ else says what was done.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 
+from a3r.planner.design import flags
 from a3r.planner.offline import shown
 from a3r.prereg.check import Checked
 from a3r.prereg.plan import MetricKind, Plan, Source
@@ -471,13 +473,14 @@ def _cost() -> Section:
 def _reproduce(bundle: Bundle) -> Section:
     study = bundle.study.id
     first = bundle.runs[0] if bundle.runs else None
+    again = shlex.join(["a3r", "research", "--yes", *flags(bundle.study.wishes), "--", bundle.study.question])
     lines = [
         f"a3r verify {study}        # every number again, from the scores of the held-out games",
         f"a3r show {study}",
-        f'a3r research --yes "{bundle.study.question}"        # the study again, with new samples',
+        f"{again}        # the study again, with new samples",
     ]
     if first:
-        project = first.run_dir.parent.parent / "projects" / first.arm
+        project = shlex.quote(str(first.run_dir.parent.parent / "projects" / first.arm))
         lines.append(f"cd {project} && python train.py --run-dir NEW_FOLDER --seed {first.seed}        # one run")
     environment = json.dumps(bundle.study.env_fingerprint, indent=1, sort_keys=True, ensure_ascii=False)
     return Section("reproduce", "Reproduce", (Verbatim("\n".join(lines)), Verbatim(environment, summary="Environment")))

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def lab_in(fake_lab, tmp_path):
     made: list[Any] = []
 
     def make(effects: dict[str, Any] | None = None, **more: Any) -> Any:
-        made.append(fake_lab.Lab(tmp_path / "home", effects, **more))
+        made.append(fake_lab.Lab(tmp_path / "a home", effects, **more))
         return made[-1]
 
     yield make
@@ -253,6 +254,22 @@ def test_verify_notices_a_decision_that_the_tree_did_not_take(lab_in):
     assert checks(lab, study)["decisions"] is False
 
 
+def test_the_command_that_repeats_a_study_says_all_that_was_wished_and_runs_nothing_else(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    question = EXAMPLE + ' $(touch x) `touch y` it\'s "fine"'
+    study = lab.begin(question, minutes=20.5)
+    lab.go(study)
+    report = (lab.deps.home.study(study).report / "report.md").read_text()
+    (line,) = [line for line in report.splitlines() if line.startswith("a3r research")]
+    assert shlex.split(line, comments=True) == [
+        *("a3r", "research", "--yes", "--extra-seeds", "2", "--updates", "5", "--eval-games", "10"),
+        *("--minutes", "20.5", "--jobs", "2", "--", question),
+    ]
+    (line,) = [line for line in report.splitlines() if line.startswith("cd ")]
+    project = lab.deps.home.study(study).project("group_size=4")
+    assert shlex.split(line, comments=True)[:3] == ["cd", str(project), "&&"]
+
+
 def test_text_from_the_user_and_from_logs_is_escaped(lab_in):
     lab = lab_in({"group_size=8": {"fail_seeds": [1]}})
     question = EXAMPLE + " <script>alert()</script> | **bold** [x](javascript:y)"
@@ -373,7 +390,7 @@ def start(home: Path, *words: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_study_killed_again_and_again_submits_each_job_once_and_ends_as_if_it_had_not_been(tmp_path, lab_in, seed):
-    home, rng = tmp_path / "home", random.Random(seed)
+    home, rng = tmp_path / "a home", random.Random(seed)
     effects = json.dumps({"*": {"step_s": 0.05}, "group_size=8": {"rise": 0.6}})
     process = start(home, "new", EXAMPLE, effects)
     assert process.stdout
