@@ -22,15 +22,21 @@ from rich.text import Text
 
 from a3r.executor import JobState, JobStatus
 from a3r.prereg.check import Checked
-from a3r.prereg.plan import Plan
+from a3r.prereg.plan import Plan, StageKind
 from a3r.prereg.tree import Leaf
 from a3r.report.facts import duration
 from a3r.report.slots import amount
 from a3r.store import RunView
 from experiments_db.browse import plain
+from experiments_db.models import JobState as RowState
 
 EVERY_S = 15.0
 """Between two lines about jobs where nothing can be redrawn."""
+STAGES: Mapping[StageKind, str] = {
+    StageKind.NOISE_FLOOR: "Noise floor",
+    StageKind.COMPARE: "Comparison",
+    StageKind.CONFIRM: "Confirmation",
+}
 
 
 @dataclass(slots=True)
@@ -364,12 +370,12 @@ def in_words(kind: str, fields: Mapping[str, Any]) -> Text | None:
         case "locked":
             return Text(f"\nPlan locked: {fields['sha256']}", style="bold")
         case "stage":
-            name = {"noise_floor": "Noise floor", "compare": "Comparison"}[fields["kind"]]
+            name = STAGES[fields["kind"]]
             seeds = ", ".join(map(str, fields["seeds"]))
             return Text(f"\n{name}: {', '.join(fields['arms'])} with seeds {seeds}", style="bold")
         case "job_ended":
             state = fields["state"]
-            good = state == "SUCCEEDED"
+            good = state is RowState.SUCCEEDED
             cause = "" if good else f": {plain(fields['cause'])[:300]}"
             ended = f"{state.lower().replace('_', ' ')} after {duration(fields['s'])}"
             text = f"  {fields['arm']} seed {fields['seed']} {ended}{cause}"

@@ -30,7 +30,7 @@ from a3r.report.slots import plain
 from a3r.verify import verify
 from a3r.workshop import VibeWorkshop, refuse_impossible
 from experiments_db.engine import Database, home_folder, open_database
-from experiments_db.models import StudyStatus
+from experiments_db.models import ClaimForm, StudyStatus
 
 PACKAGES = ("a3r", "torch", "transformers", "langgraph", "numpy", "scipy")
 
@@ -145,7 +145,7 @@ def _say_answer(study: str, database: Database, home: Home, told: Reporter) -> N
     bundle = bundles.load(database, study)
     report = home.study(study).report
     source = write.slots_of(bundle, title_of(database, study), check(bundle.plan))
-    answers = [claim for claim in bundle.claims if claim.form.value != "descriptive"]
+    answers = [claim for claim in bundle.claims if claim.form is not ClaimForm.DESCRIPTIVE]
     if isinstance(told, JsonReporter):
         told.emit(
             "result",

@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, assert_never
 
 from a3r.errors import JobError
 from a3r.executor import supervise
 from a3r.executor.base import JobSpec, JobState, JobStatus
+from a3r.executor.supervise import Cause
 
 MEMORY_PER_JOB_MB = 1500
 """A job is a client, a server's front and its worker; the worker holds PyTorch."""
@@ -186,19 +187,19 @@ def _is_held(folder: Path) -> bool:
 
 def _ended(key: str, log: Path, ended: dict[str, Any]) -> JobStatus:
     code, number = ended["exit_code"], ended["signal"]
-    match ended["cause"]:
-        case "cancelled":
+    match Cause(ended["cause"]):
+        case Cause.CANCELLED:
             state, cause = JobState.CANCELLED, "cancelled"
-        case "timeout":
+        case Cause.TIMEOUT:
             state, cause = JobState.TIMEOUT, "ran longer than its limit"
-        case "not_started":
+        case Cause.NOT_STARTED:
             state, cause = JobState.FAILED, f"could not be started: {ended['detail']}"
-        case _ if code == 0:
-            state, cause = JobState.SUCCEEDED, "exit code 0"
-        case _ if number is not None:
+        case Cause.EXITED if number is not None:
             state, cause = JobState.FAILED, f"ended by signal {signal.Signals(number).name}"
-        case _:
-            state, cause = JobState.FAILED, f"exit code {code}"
+        case Cause.EXITED:
+            state, cause = JobState.FAILED if code else JobState.SUCCEEDED, f"exit code {code}"
+        case never:
+            assert_never(never)
     return JobStatus(
         key,
         state,

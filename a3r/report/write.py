@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 from a3r.planner.design import flags
 from a3r.planner.offline import shown
 from a3r.prereg.check import Checked
 from a3r.prereg.plan import MetricKind, Plan, Source
-from a3r.prereg.tree import CanAddSeeds, Equivalent, FailedRateAbove, Inferior, Leaf, Node, Superior
+from a3r.prereg.tree import Always, CanAddSeeds, Equivalent, FailedRateAbove, Inferior, Leaf, Node, Superior
 from a3r.report.bundle import Bundle, by_arm
 from a3r.report.document import Block, Bullets, Document, Paragraph, Section, Table, Tone, Verbatim
 from a3r.report.facts import facts_of
 from a3r.report.figures import METRIC_TITLES, curve_figure, dot_figure, gap_figure
 from a3r.report.slots import Source as Slots
-from experiments_db.models import ClaimForm, ExperimentStatus
+from experiments_db.models import ClaimForm, ClaimStrength, ExperimentStatus
 
 VERDICTS: Mapping[Leaf, str] = {
     Leaf.SUPERIOR: "Superior",
@@ -29,11 +30,11 @@ VERDICTS: Mapping[Leaf, str] = {
     Leaf.INCONCLUSIVE: "Inconclusive",
     Leaf.TOO_MANY_FAILURES: "Too many failed runs",
 }
-STRENGTHS = {
-    "confirmed": "Confirmed: on fresh seeds and the sealed split.",
-    "supported": "Supported: planned before the runs, judged by the locked tree, over several seeds.",
-    "exploratory": "Exploratory: worth a study of its own.",
-    "descriptive": "Descriptive: what was seen in these runs, and no more.",
+STRENGTHS: Mapping[ClaimStrength, str] = {
+    ClaimStrength.CONFIRMED: "Confirmed: on fresh seeds and the sealed split.",
+    ClaimStrength.SUPPORTED: "Supported: planned before the runs, judged by the locked tree, over several seeds.",
+    ClaimStrength.EXPLORATORY: "Exploratory: worth a study of its own.",
+    ClaimStrength.DESCRIPTIVE: "Descriptive: what was seen in these runs, and no more.",
 }
 """What each strength means, strongest first."""
 
@@ -163,8 +164,10 @@ def _test(node: Node) -> str:
             return f"gain within ±{{{{f:margin}}}} by one-sided tests at {{{{f:node/{node.id}/alpha}}}} each"
         case CanAddSeeds():
             return "extra seeds are left and fit the budget"
-        case _:
+        case Always():
             return "always"
+        case never:
+            assert_never(never)
 
 
 def _design(bundle: Bundle) -> Section:
@@ -398,7 +401,7 @@ def trace_rows(bundle: Bundle) -> list[dict[str, str]]:
 def _claims(bundle: Bundle) -> Section:
     blocks: list[Block] = []
     for strength, meaning in STRENGTHS.items():
-        texts = [claim.text_template for claim in bundle.claims if claim.strength.value == strength]
+        texts = [claim.text_template for claim in bundle.claims if claim.strength is strength]
         if texts:
             blocks.append(Paragraph(meaning, Tone.NOTE))
             blocks.append(Bullets(tuple(texts), Tone.CLAIM))
@@ -599,6 +602,8 @@ def _metric_in_words(plan: Plan) -> str:
                 f"training episodes until the held-out curve first reaches {plan.metric.threshold:g}; a run that does "
                 f"not counts as {plan.controls.episodes}, and is marked"
             )
+        case never:
+            assert_never(never)
 
 
 def _if(slot: str, exists: bool) -> str:

@@ -311,7 +311,7 @@ def test_the_checkpoint_holds_ids_and_stays_small(lab_in):
     with saver(lab.deps.home.study(study).checkpoints) as checkpointer:
         state = build_graph(lab.deps, checkpointer).get_state({"configurable": {"thread_id": study}}).values
     assert len(json.dumps(state)) < 1000
-    assert set(state) == {"study_id", "graph_version", "plan_sha", "is_approved", "stage", "leaf"}
+    assert set(state) == {"study_id", "graph_version", "plan_sha", "is_approved", "stage", "goes_on"}
 
 
 @pytest.mark.slow
