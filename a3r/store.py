@@ -524,6 +524,17 @@ def claims(database: Database, study_id: str) -> list[models.Claim]:
         )
 
 
+def hypotheses(database: Database, study_id: str) -> dict[str, models.Hypothesis]:
+    """The study's hypotheses, by code."""
+    with database.read() as session:
+        rows = session.exec(
+            select(models.Hypothesis)
+            .join(models.Prereg, col(models.Hypothesis.prereg_id) == col(models.Prereg.id))
+            .where(models.Prereg.study_id == study_id)
+        ).all()
+    return {row.code: row for row in rows}
+
+
 def findings(database: Database, ids: Iterable[str]) -> list[models.AuditFinding]:
     """What integrity checks found about these rows."""
     with database.read() as session:

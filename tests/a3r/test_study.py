@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sqlmodel import func, select
+from sqlmodel import col, delete, func, select
 
 from a3r import store
 from a3r.errors import A3RError, PlanError, StoppedError, StudyBusyError, StudyVersionError
@@ -34,7 +34,18 @@ from a3r.report import bundle as bundles
 from a3r.report import write
 from a3r.verify import verify
 from experiments_db.errors import ConflictError
-from experiments_db.models import Claim, Decision, EvalItem, ExperimentStatus, Job, JobState, Study, StudyStatus
+from experiments_db.models import (
+    Claim,
+    ClaimEvidence,
+    Decision,
+    Estimate,
+    EvalItem,
+    ExperimentStatus,
+    Job,
+    JobState,
+    Study,
+    StudyStatus,
+)
 
 HERE = Path(__file__).parent
 EXAMPLE = "Does a group size of 8 learn tic-tac-toe faster than 4 at the same number of episodes?"
@@ -251,6 +262,78 @@ def test_verify_notices_a_decision_that_the_tree_did_not_take(lab_in):
         decision = session.exec(select(Decision).where(Decision.branch == "superior")).one()
         decision.branch = "inferior"
         session.add(decision)
+    assert checks(lab, study)["decisions"] is False
+
+
+TAMPERED_NUMBERS = {
+    "se_eval": 0.5,
+    "n_seeds": 30,
+    "n_items": 1000,
+    "level": 0.5,
+    "params": {"failed": 0},
+    "method": "guess",
+    "estimand": "luck",
+    "unit": "points",
+}
+
+
+@pytest.mark.parametrize(("column", "value"), TAMPERED_NUMBERS.items())
+def test_verify_notices_a_number_whose_row_was_changed(lab_in, column, value):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    with lab.deps.database.write() as session:
+        row = session.exec(select(Estimate).where(Estimate.key == "run/group_size=8/s1")).one()
+        setattr(row, column, value)
+        session.add(row)
+    assert checks(lab, study)["numbers"] is False
+
+
+def test_verify_notices_every_change_of_a_claim_and_of_a_way_through_the_tree(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    database = lab.deps.database
+    changes = {"caveats": ["It rained."], "slots": {}, "hypothesis_id": None, "text_template": "Eight wins."}
+    for column, value in changes.items():
+        with database.write() as session:
+            claim = session.exec(select(Claim).where(Claim.key == "group_size=8")).one()
+            before = getattr(claim, column)
+            setattr(claim, column, value)
+        assert checks(lab, study)["claims"] is False, column
+        with database.write() as session:
+            setattr(session.exec(select(Claim).where(Claim.key == "group_size=8")).one(), column, before)
+    assert all(checks(lab, study).values())
+    with database.write() as session:
+        extra = Claim(
+            study_id=study, key="more", form="descriptive", text_template="All is well.", strength="supported"
+        )
+        session.add(extra)
+    assert checks(lab, study)["claims"] is False
+    with database.write() as session:
+        for claim in session.exec(select(Claim)):
+            session.exec(delete(ClaimEvidence).where(col(ClaimEvidence.claim_id) == claim.id))
+            session.delete(claim)
+    assert checks(lab, study)["claims"] is False, "a study that is done has its claims"
+
+
+@pytest.mark.parametrize(
+    ("branch", "column", "value"),
+    [
+        ("go_on", "branch", "too_many_failures"),
+        ("go_on", "predicate_trace", []),
+        ("superior", "branch", "nonsense"),
+        ("superior", "arm_key", "group_size=4"),
+        ("superior", "node_id", "n9"),
+        ("superior", "predicate_trace", []),
+    ],
+)
+def test_verify_reads_every_decision_again_those_on_the_noise_floor_included(lab_in, branch, column, value):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    with lab.deps.database.write() as session:
+        setattr(session.exec(select(Decision).where(Decision.branch == branch)).one(), column, value)
     assert checks(lab, study)["decisions"] is False
 
 
