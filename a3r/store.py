@@ -23,8 +23,10 @@ from a3r.prereg.plan import Arm, Direction, Plan, StageKind, load_locked
 from experiments_db import models, queries, writes
 from experiments_db.engine import Database
 
-MAX_ATTEMPTS = 3
-"""Starts of one run that was lost; a run that fails by itself is not tried again, for failing is its result."""
+MAX_LOSSES = 3
+"""So often a run may be lost before it is given up; one that fails by itself is not tried again, for failing is its
+result, and one that the user stopped goes on however often."""
+LOST_STATES = (models.JobState.LOST, models.JobState.PREEMPTED)
 SKIPPED, NOT_FINITE_GRADIENT = "skipped", "nonfinite_gradient"
 """The engine's metrics, 1 where they hold: the update changed no weight; it did not because of its gradient."""
 
@@ -50,6 +52,8 @@ class RunView:
     """0 before the first."""
     seconds: float
     """Wall time of all its jobs that ended."""
+    num_lost: int = 0
+    """Its jobs that were lost or preempted."""
 
     @property
     def is_settled(self) -> bool:
@@ -63,8 +67,7 @@ class RunView:
         """Its job was lost or cancelled: the run itself has no result yet."""
         if self.job_state is models.JobState.CANCELLED:
             return True
-        lost = {models.JobState.LOST, models.JobState.PREEMPTED}
-        return self.job_state in lost and self.attempt < MAX_ATTEMPTS
+        return self.job_state in LOST_STATES and self.num_lost < MAX_LOSSES
 
 
 def create_study(
@@ -312,6 +315,7 @@ def runs(database: Database, study_id: str, stage: int | None = None) -> list[Ru
                         for job in jobs
                         if job.started_at and job.ended_at
                     ),
+                    num_lost=sum(job.state in LOST_STATES for job in jobs),
                 )
             )
     return found

@@ -40,6 +40,7 @@ from experiments_db.models import (
     Decision,
     Estimate,
     EvalItem,
+    Experiment,
     ExperimentStatus,
     Job,
     JobState,
@@ -130,6 +131,26 @@ def test_a_budget_that_is_used_up_adds_no_seeds(plan_of):
     assert can_add(143.0)
     assert not can_add(145.0)
     assert affordable(plan, [run], stage=2) == (False, "no seeds are left to add")
+
+
+def test_a_run_may_be_lost_twice_however_often_the_user_stopped_it(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    states = [JobState.CANCELLED] * 4 + [JobState.LOST, JobState.LOST]
+    with lab.deps.database.write() as session:
+        run = session.exec(select(Experiment.id).order_by(Experiment.id)).first()
+        assert run
+        for attempt, state in enumerate(states, 2):
+            session.add(Job(experiment_id=run, attempt=attempt, key=f"{run}.{attempt}", state=state))
+
+    def view() -> store.RunView:
+        return next(each for each in store.runs(lab.deps.database, study) if each.experiment_id == run)
+
+    assert (view().attempt, view().num_lost, view().wants_another_attempt) == (7, 2, True)
+    with lab.deps.database.write() as session:
+        session.add(Job(experiment_id=run, attempt=8, key=f"{run}.8", state=JobState.PREEMPTED))
+    assert (view().num_lost, view().is_settled) == (3, True)
 
 
 def test_failing_runs_are_counted_and_decide_nothing(lab_in):
