@@ -32,6 +32,7 @@ def number_of_row(row: models.Estimate) -> Number:
         se_seed=row.se_seed,
         se_eval=row.se_eval,
         inputs_sha=row.inputs_sha,
+        params=row.params,
     )
 
 

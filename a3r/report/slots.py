@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import assert_never
+from typing import Any, assert_never
 
 from a3r.errors import ReportError
 
@@ -56,6 +56,8 @@ class Number:
     se_seed: float | None
     se_eval: float | None
     inputs_sha: str | None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """What else its row says, such as `censored`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +117,17 @@ def _fill(kind: str, name: str, how: str | None, source: Source) -> Piece:
         if name not in source.facts:
             raise ReportError(f"the slot {{{{f:{name}}}}} names no fact of this study")
         return Piece(source.facts[name])
-    key, _, field = name.rpartition(".")
+    key, _, asked = name.rpartition(".")
     number = source.estimates.get(key)
     if number is None:
         raise ReportError(f"the slot {{{{e:{name}}}}} names no estimate of this study")
-    if field not in list(Field):
-        raise ReportError(f"the slot {{{{e:{name}}}}} asks for {field!r}; an estimate has {', '.join(Field)}")
-    return Piece(_write(number, Field(field), how), key)
+    if asked not in list(Field):
+        raise ReportError(f"the slot {{{{e:{name}}}}} asks for {asked!r}; an estimate has {', '.join(Field)}")
+    return Piece(_write(number, Field(asked), how), key)
 
 
-def _write(number: Number, field: Field, how: str | None) -> str:
-    match field:
+def _write(number: Number, asked: Field, how: str | None) -> str:
+    match asked:
         case Field.VALUE:
             return amount(number.value, number.unit, how)
         case Field.CI:

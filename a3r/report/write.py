@@ -611,11 +611,7 @@ def _if(slot: str, exists: bool) -> str:
 
 
 def _censored(bundle: Bundle, arm: str, seed: int) -> str:
-    plan = bundle.plan
-    if plan.metric.kind is not MetricKind.EPISODES_TO:
-        return ""
-    value = bundle.numbers[f"run/{arm}/s{seed}"].value
-    return "not reached" if value == float(plan.controls.episodes) else ""
+    return "not reached" if bundle.numbers[f"run/{arm}/s{seed}"].params.get("censored") else ""
 
 
 def verdicts(bundle: Bundle) -> Sequence[tuple[str, Leaf]]:
