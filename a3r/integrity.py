@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from a3r.estimates import RunRecord
@@ -54,16 +54,26 @@ def check_run(plan: Plan, arm: Arm, record: RunRecord, facts: Facts) -> list[Pro
     ]
 
 
-def check_seeds(records: Sequence[RunRecord]) -> list[Problem]:
-    """Whether seeds of one arm differ at all: runs that are copies of each other are one run."""
+def check_seeds(records: Sequence[RunRecord], earlier: Sequence[RunRecord] = ()) -> list[Problem]:
+    """Whether seeds of one arm differ at all: runs that are copies of each other are one run.
+
+    Args:
+        records: runs of this stage.
+        earlier: runs of the stages before; copies among these alone were found then.
+    """
+    copies: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for record in (*records, *earlier):
+        if record.measurements:
+            copies[record.arm, record.inputs_sha].append(record.seed)
+    new = {(record.arm, record.inputs_sha) for record in records}
     return [
         Problem(
             "seeds differ",
             Severity.HIGH,
-            f"seeds {one.seed} and {other.seed} of {one.arm} gave the same scores, game by game",
+            f"seeds {' and '.join(map(str, sorted(seeds)))} of {arm} gave the same scores, game by game",
         )
-        for one, other in pairwise(sorted(records, key=lambda record: (record.arm, record.seed)))
-        if one.arm == other.arm and one.measurements and one.inputs_sha == other.inputs_sha
+        for (arm, sha), seeds in sorted(copies.items())
+        if len(seeds) > 1 and (arm, sha) in new
     ]
 
 

@@ -52,7 +52,9 @@ def analyst(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stud
                     "finding", arm=view.arm, seed=view.seed, severity=problem.severity.value, text=problem.message
                 )
         stage = store.stage_id(deps.database, state["study_id"], state["stage"])
-        for problem in integrity.check_seeds(records):
+        before = [view for view in look_at(deps, state) if view.stage < state["stage"]]
+        earlier = [view for view in before if view.status is ExperimentStatus.DONE]
+        for problem in integrity.check_seeds(records, store.records(deps.database, plan, earlier)):
             with deps.database.write() as session:
                 writes.add_finding(
                     session,

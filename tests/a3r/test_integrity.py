@@ -76,6 +76,19 @@ def test_seeds_that_are_copies_of_each_other_are_found():
     assert "seeds 1 and 2" in problem.message
 
 
+def test_copies_are_found_whatever_lies_between_them_and_in_whatever_stage_they_ran():
+    def copy(seed: int) -> RunRecord:
+        return dataclasses.replace(record(seed=1), seed=seed)
+
+    (problem,) = check_seeds([record(seed=1), record(seed=2), copy(3)])
+    assert "seeds 1 and 3" in problem.message
+    (problem,) = check_seeds([copy(4), copy(5)], [record(seed=1), record(seed=2)])
+    assert "seeds 1 and 4 and 5" in problem.message
+    assert check_seeds([record(seed=4)], [record(seed=1), copy(2)]) == [], "found in the stage of both"
+    other = dataclasses.replace(copy(2), arm="group_size=4")
+    assert check_seeds([record(seed=1), other]) == []
+
+
 def test_the_tail_of_a_job_is_read_line_by_line_and_noise_is_skipped(tmp_path):
     log = tmp_path / "stdout.log"
     status = JobStatus("k", JobState.RUNNING, "running", log)

@@ -228,6 +228,16 @@ def test_two_identical_seeds_are_noticed(lab_in):
     assert "same scores" in problem.message
 
 
+def test_a_seed_that_copies_one_of_an_earlier_stage_is_noticed(lab_in):
+    lab = lab_in({"*": {"sd": 0.08}, "group_size=4": {"copies": {"4": 2}}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    loaded = bundles.load(lab.deps.database, study)
+    assert loaded.look == 2
+    found = [finding.message for finding in loaded.findings]
+    assert found == ["seeds 2 and 4 of group_size=4 gave the same scores, game by game"]
+
+
 def test_a_turned_down_plan_runs_nothing(lab_in):
     lab = lab_in()
     study = lab.begin(EXAMPLE)

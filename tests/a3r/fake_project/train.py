@@ -28,13 +28,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     effects = json.loads(Path("effects.json").read_text())
     seed, folder = int(args.seed), Path(args.run_dir)
+    drawn = effects.get("copies", {}).get(str(seed), seed)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "starts").open("a") as starts:
         starts.write("start\n")
     if seed in effects.get("fail_seeds", []):
         print("CUDA is on fire", file=sys.stderr)
         return 3
-    rng = random.Random(f"{effects['arm']}-{seed}")
+    rng = random.Random(f"{effects['arm']}-{drawn}")
     top = effects["start"] + effects["rise"] + rng.gauss(0, effects["sd"])
     updates, every, games = effects["updates"], effects["eval_every"], effects["games"]
     with open_database(args.db) as database:
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
             label = "before" if step == 0 else "after" if step == updates else "during"
             level = effects["start"] + (top - effects["start"]) * (1 - math.exp(-4 * step / updates))
             scores = [
-                level + random.Random(f"{game}-{seed}-{step}-{effects['arm']}").gauss(0, 0.05) for game in range(games)
+                level + random.Random(f"{game}-{drawn}-{step}-{effects['arm']}").gauss(0, 0.05) for game in range(games)
             ]
             with database.write() as session:
                 known = session.exec(
