@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeGuard, assert_never
 
@@ -56,6 +56,8 @@ class LocalExecutor:
             raise JobError(f"{slots} jobs at once would run nothing; give --jobs 1 or more")
         self.slots = slots or default_slots()
         self._root = root
+        self._closed: set[str] = set()
+        """Keys of jobs that are known to have ended; they stay so."""
 
     def submit(self, key: str, spec: JobSpec) -> str:
         """See `Executor.submit`. The name is the key."""
@@ -80,14 +82,17 @@ class LocalExecutor:
 
     def poll(self, keys: Iterable[str]) -> dict[str, JobStatus]:
         """See `Executor.poll`."""
-        every = {key: self._status(key) for key in self.list()}
-        running = sum(status.state is JobState.RUNNING for status in every.values())
         wanted = set(keys)
-        for key, status in every.items():
-            if status.state is JobState.QUEUED and key in wanted and running < self.slots:
-                self._start(key)
-                running += 1
-        return {key: self._status(key) for key in wanted if key in every}
+        submitted = {key: spec for key in wanted if (spec := _read(self._root / key / "spec.json"))}
+        statuses = {key: self._status(key) for key in submitted}
+        others = [self._status(key) for key in self._open() if key not in wanted]
+        running = sum(status.state is JobState.RUNNING for status in (*statuses.values(), *others))
+        waiting = [key for key, status in statuses.items() if status.state is JobState.QUEUED]
+        waiting.sort(key=lambda key: (submitted[key]["submitted_at"], key))
+        for key in waiting[: max(0, self.slots - running)]:
+            self._start(key)
+            statuses[key] = self._status(key)
+        return statuses
 
     def cancel(self, keys: Iterable[str]) -> None:
         """See `Executor.cancel`."""
@@ -109,6 +114,17 @@ class LocalExecutor:
         """See `Executor.list`; in order of submission."""
         specs = {path.parent.name: _read(path) for path in self._root.glob("*/spec.json")}
         return sorted(specs, key=lambda key: ((specs[key] or {}).get("submitted_at", 0.0), key))
+
+    def _open(self) -> Iterator[str]:
+        """Keys of the jobs that may still run: a home holds every job there ever was, most of them long ended."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._root) as folders:
+            for folder in folders:
+                if folder.name in self._closed or not folder.is_dir():
+                    continue
+                if os.path.exists(os.path.join(folder.path, "exit.json")):
+                    self._closed.add(folder.name)
+                else:
+                    yield folder.name
 
     def tail(self, key: str, lines: int = 15) -> str:
         """See `Executor.tail`."""
