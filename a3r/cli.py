@@ -9,8 +9,10 @@ a3r vibe …                 from a game in words to a trained policy
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -129,31 +131,54 @@ def vibe(context: typer.Context) -> None:
 
 
 def main() -> int:
-    """Run the command; returns its exit code. An error of ours is a message, never a traceback."""
+    """Run the command; returns its exit code. An error of ours is a message, never a traceback.
+
+    With --json it is a line on standard output as well, the last one.
+    """
     from a3r.errors import A3RError
     from experiments_db.errors import ExperimentsDbError
 
+    words = sys.argv[1:]
+    as_json = "--json" in words and words[:1] != ["vibe"]
     try:
         app(prog_name="a3r")
     except (A3RError, ExperimentsDbError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", 1)
+        return _give_up(str(error), getattr(error, "exit_code", 1), as_json=as_json)
     except sqlite3.OperationalError as error:
-        print(
-            f"error: the study's checkpoint can't be written ({error}); make room, then `a3r resume`", file=sys.stderr
-        )
-        return 1
+        problem = f"the study's checkpoint can't be written ({error}); make room, then `a3r resume`"
+        return _give_up(problem, 1, as_json=as_json)
     except OSError as error:
-        print(
-            f"error: {error.filename or 'a file'}: {error.strerror}; make room or name another --home", file=sys.stderr
-        )
-        return 1
-    except KeyboardInterrupt:
-        print("stopped before anything was started", file=sys.stderr)
-        return 130
+        problem = f"{error.filename or 'a file'}: {error.strerror}; make room or name another --home"
+        return _give_up(problem, 1, as_json=as_json)
     except SystemExit as done:
-        return done.code if isinstance(done.code, int) else int(done.code is not None)
+        code = done.code if isinstance(done.code, int) else int(done.code is not None)
+        for cause in _causes(done):
+            if isinstance(cause, KeyboardInterrupt):  # while jobs ran there is a StoppedError
+                stopped = "stopped; no job was running. A study that was begun goes on with `a3r resume STUDY`"
+                return _give_up(stopped, code, as_json=as_json)
+            if as_json and hasattr(cause, "format_message"):  # a wrong flag, which typer has said on standard error
+                _print_error(cause.format_message())
+        return code
     return 0
+
+
+def _give_up(problem: str, code: int, *, as_json: bool) -> int:
+    if as_json:
+        _print_error(problem)
+    print(f"error: {problem}", file=sys.stderr)
+    return code
+
+
+def _print_error(problem: str) -> None:
+    print(json.dumps({"event": "error", "message": problem}, ensure_ascii=False), flush=True)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """What an exception was raised because of, and what that was, and so on."""
+    cause = error.__cause__ or error.__context__
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 if __name__ == "__main__":

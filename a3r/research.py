@@ -51,6 +51,8 @@ def research(reading: Reading, *, home: Path | None, wishes: Wishes, yes: bool, 
     if checked.failures:
         raise PlanError("; ".join(f"{each.name}: {each.detail}" for each in checked.failures))
     if dry_run:
+        if isinstance(told, JsonReporter):
+            told.emit("result", plan_sha256=plan.sha256, jobs=plan.budget.jobs)
         return 0
     with open_database(home=root) as database:
         study = store.create_study(database, question, fingerprint(), GRAPH_VERSION, asdict(wishes))
@@ -75,6 +77,7 @@ def verify_study(study: str, *, home: Path | None, as_json: bool) -> int:
     with open_database(home=root) as database:
         row = store.study(database, study)
         results = verify(database, row.id, Home(root).study(row.id), title_of(database, row.id))
+    is_ok = all(result.is_ok for result in results)
     console, lines = Console(highlight=False), JsonReporter()
     for result in results:
         if as_json:
@@ -83,7 +86,9 @@ def verify_study(study: str, *, home: Path | None, as_json: bool) -> int:
             mark = "[green]✓[/]" if result.is_ok else "[red]✗[/]"
             console.print(f"{mark} {result.name:<16}", end="")
             console.print(result.detail, markup=False)
-    return 0 if all(result.is_ok for result in results) else 1
+    if as_json:
+        lines.emit("result", study=row.id, is_ok=is_ok)
+    return 0 if is_ok else 1
 
 
 def title_of(database: Database, study: str) -> str:

@@ -32,6 +32,7 @@ from a3r.integrity import check_seeds
 from a3r.prereg.tree import Leaf
 from a3r.report import bundle as bundles
 from a3r.report import publish, write
+from a3r.research import verify_study
 from a3r.verify import verify
 from experiments_db.errors import ConflictError
 from experiments_db.models import (
@@ -294,6 +295,16 @@ def test_verify_notices_a_decision_that_the_tree_did_not_take(lab_in):
         decision.branch = "inferior"
         session.add(decision)
     assert checks(lab, study)["decisions"] is False
+
+
+def test_verify_says_each_check_and_the_result_last(lab_in, capsys):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    assert verify_study(study, home=lab.deps.home.root, as_json=True) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert events[-1] == {"event": "result", "study": study, "is_ok": True}
+    assert {event["event"] for event in events[:-1]} == {"check"}
 
 
 TAMPERED_NUMBERS = {
