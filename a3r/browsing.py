@@ -19,9 +19,9 @@ from experiments_db.errors import NotFoundError
 from experiments_db.models import StudyKind
 
 
-def show_runs(home: Path | None, *, template: str | None, limit: int, as_json: bool) -> None:
+def show_runs(home: Path | None, db: str | None, *, template: str | None, limit: int, as_json: bool) -> None:
     """Every run, newest study first."""
-    with open_database(home=home_folder(home)) as database, database.read() as session:
+    with open_database(db, home_folder(home)) as database, database.read() as session:
         found = queries.list_runs(session, template=template, limit=limit)
         if as_json:
             _emit("result", runs=found)
@@ -29,10 +29,10 @@ def show_runs(home: Path | None, *, template: str | None, limit: int, as_json: b
             Console(highlight=False).print(browse.runs_table(found))
 
 
-def show_one(what: str, home: Path | None, *, plot: Path | None, as_json: bool) -> None:
+def show_one(what: str, home: Path | None, db: str | None, *, plot: Path | None, as_json: bool) -> None:
     """A run with everything about it, or a study's runs and its answer."""
     root = home_folder(home)
-    with open_database(home=root) as database, database.read() as session:
+    with open_database(db, root) as database, database.read() as session:
         if study := _study_of(database, what):
             row = store.study(database, study)
             found = queries.list_runs(session, study_id=study)
@@ -55,9 +55,11 @@ def show_one(what: str, home: Path | None, *, plot: Path | None, as_json: bool) 
             _show(session, browse.run_view(detail), detail, ids, "heldout", plot, as_json=as_json)
 
 
-def compare_them(what: Sequence[str], home: Path | None, *, metric: str, plot: Path | None, as_json: bool) -> None:
+def compare_them(
+    what: Sequence[str], home: Path | None, db: str | None, *, metric: str, plot: Path | None, as_json: bool
+) -> None:
     """Runs side by side; a study stands for all its runs."""
-    with open_database(home=home_folder(home)) as database, database.read() as session:
+    with open_database(db, home_folder(home)) as database, database.read() as session:
         ids: list[str] = []
         for text in what:
             if study := _study_of(database, text):

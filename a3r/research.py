@@ -35,7 +35,16 @@ from experiments_db.models import ClaimForm, StudyStatus
 PACKAGES = ("a3r", "torch", "transformers", "langgraph", "numpy", "scipy")
 
 
-def research(reading: Reading, *, home: Path | None, wishes: Wishes, yes: bool, dry_run: bool, as_json: bool) -> int:
+def research(
+    reading: Reading,
+    *,
+    home: Path | None,
+    db: str | None,
+    wishes: Wishes,
+    yes: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
     """Plan a question, run it, answer it. Returns the exit code."""
     question = reading.question
     root = home_folder(home)
@@ -54,27 +63,27 @@ def research(reading: Reading, *, home: Path | None, wishes: Wishes, yes: bool, 
         if isinstance(told, JsonReporter):
             told.emit("result", plan_sha256=plan.sha256, jobs=plan.budget.jobs)
         return 0
-    with open_database(home=root) as database:
+    with open_database(db, root) as database:
         study = store.create_study(database, question, fingerprint(), GRAPH_VERSION, asdict(wishes))
         Home(root).study(study).root.mkdir(parents=True, exist_ok=True, mode=0o700)
         told.tell("study", id=study, home=str(root))
         return _go(study, database, Home(root), executor, told, yes=yes)
 
 
-def resume(study: str, *, home: Path | None, jobs: int, yes: bool, as_json: bool) -> int:
+def resume(study: str, *, home: Path | None, db: str | None, jobs: int, yes: bool, as_json: bool) -> int:
     """Go on with a study that was stopped or killed. Returns the exit code."""
     root = home_folder(home)
-    with open_database(home=root) as database:
+    with open_database(db, root) as database:
         row = store.study(database, study)
         executor = LocalExecutor(Home(root).jobs, jobs if jobs > 0 else None)
         told = reporter(as_json=as_json)
         return _go(row.id, database, Home(root), executor, told, yes=yes)
 
 
-def verify_study(study: str, *, home: Path | None, as_json: bool) -> int:
+def verify_study(study: str, *, home: Path | None, db: str | None, as_json: bool) -> int:
     """Compute everything again. Returns 0 where all of it comes out as it is on record, else 1."""
     root = home_folder(home)
-    with open_database(home=root) as database:
+    with open_database(db, root) as database:
         row = store.study(database, study)
         results = verify(database, row.id, Home(root).study(row.id), title_of(database, row.id))
     is_ok = all(result.is_ok for result in results)

@@ -125,6 +125,18 @@ def test_a_run_and_its_picture_are_json_lines_with_the_result_last(tmp_path):
         assert result["event"] == "result"
 
 
+def test_the_database_may_lie_elsewhere(tmp_path):
+    url = f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    with open_database(url) as database, database.write() as session:
+        runs = [create_single_run(session, "vibe", "Play nim", "nim", {"size": size}) for size in (3, 4)]
+    for words in (("runs",), ("show", runs[0]), ("compare", *runs)):
+        done = a3r(tmp_path, *words, "--db", url, "--json")
+        assert runs[0] in done.stdout, done.stderr
+    done = a3r(tmp_path, "resume", "01NOSUCHSTUDY", "--db", "mysql://here/there")
+    assert (done.returncode, "mysql is not supported" in done.stderr) == (1, True)
+    assert not (tmp_path / ".a3r").exists()
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_is_explained(as_json):
     code = (

@@ -301,7 +301,7 @@ def test_verify_says_each_check_and_the_result_last(lab_in, capsys):
     lab = lab_in({"group_size=8": {"rise": 0.6}})
     study = lab.begin(EXAMPLE)
     lab.go(study)
-    assert verify_study(study, home=lab.deps.home.root, as_json=True) == 0
+    assert verify_study(study, home=lab.deps.home.root, db=None, as_json=True) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert events[-1] == {"event": "result", "study": study, "is_ok": True}
     assert {event["event"] for event in events[:-1]} == {"check"}
