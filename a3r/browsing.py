@@ -17,6 +17,7 @@ from experiments_db import browse, plots, queries
 from experiments_db.engine import Database, home_folder, open_database
 from experiments_db.errors import NotFoundError
 from experiments_db.models import StudyKind
+from experiments_db.text import plain
 
 
 def show_runs(home: Path | None, db: str | None, *, template: str | None, limit: int, as_json: bool) -> None:
@@ -43,7 +44,7 @@ def show_one(what: str, home: Path | None, db: str | None, *, plot: Path | None,
                 return
             console = Console(highlight=False)
             console.print(browse.runs_table(found))
-            reason = f" ({browse.plain(row.status_reason)})" if row.status_reason else ""
+            reason = f" ({plain(row.status_reason)})" if row.status_reason else ""
             console.print(Text(f"study {row.id} is {row.status}{reason}"))
             report = root / "studies" / study / "report" / "report.html"
             if row.kind is StudyKind.RESEARCH and report.exists():

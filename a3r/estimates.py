@@ -16,8 +16,7 @@ from typing import Any
 
 from a3r.analysis import Run, arm_mean, by_arm, contrasts, metric_of, unpaired
 from a3r.prereg.plan import MetricKind, Plan, canonical
-from a3r.stats import Comparison, Curve, failure_rate, smallest_difference, spread
-from a3r.stats.compare import mean_of
+from a3r.stats import Comparison, Curve, failure_rate, mean_of, smallest_difference, spread
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from a3r.prereg.tree import Leaf
 from a3r.report.facts import duration
 from a3r.report.slots import amount
 from a3r.store import RunView
-from experiments_db.browse import plain
 from experiments_db.models import JobState as RowState
+from experiments_db.text import plain
 
 EVERY_S = 15.0
 """Between two lines about jobs where nothing can be redrawn."""

@@ -26,7 +26,7 @@ from a3r.prereg.plan import Plan
 from a3r.progress import JsonReporter, PlainReporter, Reporter, reporter
 from a3r.report import bundle as bundles
 from a3r.report import write
-from a3r.report.slots import plain
+from a3r.report.slots import filled
 from a3r.verify import verify
 from a3r.workshop import VibeWorkshop, refuse_impossible
 from experiments_db.engine import Database, home_folder, open_database
@@ -165,7 +165,7 @@ def _say_answer(study: str, database: Database, home: Home, told: Reporter) -> N
             "result",
             study=study,
             verdicts={arm: leaf.value for arm, leaf in write.verdicts(bundle)},
-            claims=[plain(claim.text_template, source) for claim in answers],
+            claims=[filled(claim.text_template, source) for claim in answers],
             report_md=str(report / "report.md"),
             report=str(report / "report.html"),
         )
@@ -173,9 +173,9 @@ def _say_answer(study: str, database: Database, home: Home, told: Reporter) -> N
         console = told.console
         console.print()
         for claim in answers:
-            console.print(plain(claim.text_template, source), style="bold", markup=False, soft_wrap=True)
+            console.print(filled(claim.text_template, source), style="bold", markup=False, soft_wrap=True)
             for caveat in claim.caveats:
-                console.print(plain(caveat, source), style="dim", markup=False, soft_wrap=True)
+                console.print(filled(caveat, source), style="dim", markup=False, soft_wrap=True)
         console.print(f"\nverify: a3r verify {study}", markup=False, soft_wrap=True)
         # Nothing may break the path's line: it is what scripts and people take away.
         print(f"report: {report / 'report.md'}\nreport: {report / 'report.html'}", flush=True)

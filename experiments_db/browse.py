@@ -27,7 +27,7 @@ from experiments_db.derive import json_safe
 from experiments_db.intervals import Interval
 from experiments_db.models import ExperimentStatus, Severity, StageKind
 from experiments_db.queries import SHORT, ArmSummary, Comparison, Evaluation, RunDetail, RunSummary
-from experiments_db.text import plain as plain
+from experiments_db.text import plain
 
 NOTHING = "–"
 BARS = "▁▂▃▄▅▆▇█"

@@ -96,7 +96,7 @@ def resolve(text: str, source: Source) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def plain(text: str, source: Source) -> str:
+def filled(text: str, source: Source) -> str:
     """The text with every slot filled in, as one string."""
     return "".join(piece.text for piece in resolve(text, source))
 

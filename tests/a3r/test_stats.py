@@ -18,12 +18,12 @@ from a3r.stats import (
     failure_rate,
     final_reward,
     holm,
+    mean_of,
     paired_t,
     power_of,
     seeds_needed,
     smallest_difference,
     spread,
-    t_interval,
     welch_t,
     with_worst,
 )
@@ -33,20 +33,21 @@ rewards = st.floats(-1, 1, allow_nan=False)
 
 def test_a_t_interval_of_one_two_three_is_two_plus_minus_2_48():
     # sd 1, se 1/sqrt(3) = 0.57735, t(0.975, 2) = 4.30265: half width 2.48414.
-    mean, low, high = t_interval([1.0, 2.0, 3.0])
-    assert mean == 2.0
+    mean = mean_of([1.0, 2.0, 3.0])
+    low, high = mean.interval()
+    assert mean.value == 2.0
     assert low == pytest.approx(2 - 2.48414, abs=1e-5)
     assert high == pytest.approx(2 + 2.48414, abs=1e-5)
 
 
 def test_one_run_has_no_interval():
-    assert t_interval([0.5]) == (0.5, -math.inf, math.inf)
+    assert mean_of([0.5]).interval() == (-math.inf, math.inf)
     assert paired_t([0.5], [0.1]).p_value() == 1.0
 
 
 def test_no_run_has_no_mean():
     with pytest.raises(ValueError, match="did every run fail"):
-        t_interval([])
+        mean_of([])
 
 
 def test_a_paired_difference_uses_the_pairs():
