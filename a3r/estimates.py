@@ -17,6 +17,7 @@ from typing import Any
 from a3r.analysis import Run, arm_mean, by_arm, contrasts, metric_of, unpaired
 from a3r.prereg.plan import MetricKind, Plan, canonical
 from a3r.stats import Comparison, Curve, failure_rate, mean_of, smallest_difference, spread
+from experiments_db.intervals import LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Draft:
     inputs_sha: str
     experiments: tuple[str, ...] = ()
     ci: tuple[float, float] | None = None
-    level: float = 0.95
+    level: float = LEVEL
     se_seed: float | None = None
     se_eval: float | None = None
     n_seeds: int = 0
@@ -284,7 +285,7 @@ def _arm(plan: Plan, key: str, runs: Sequence[Run], records: Sequence[RunRecord]
         failed = sum(run.has_failed for run in runs)
         params = {"worst": plan.metric.worst, "failed": failed, "censored": censored}
         estimand = f"mean {plan.metric.kind} of {key} over seeds"
-        found.append(draft("arm", estimand, mean, plan.metric.unit, 0.95, params=params))
+        found.append(draft("arm", estimand, mean, plan.metric.unit, LEVEL, params=params))
     whole = [record.curve for record in records if record.failure is None]
     if whole:
         for name, values in (
@@ -292,7 +293,7 @@ def _arm(plan: Plan, key: str, runs: Sequence[Run], records: Sequence[RunRecord]
             ("after", [curve.rewards[-1] for curve in whole]),
             ("rise", [curve.rewards[-1] - curve.rewards[0] for curve in whole]),
         ):
-            found.append(draft(name, f"held-out reward of {key}, {name}", mean_of(values), "reward", 0.95))
+            found.append(draft(name, f"held-out reward of {key}, {name}", mean_of(values), "reward", LEVEL))
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEVEL = 0.95
+"""Coverage of every interval but those that a locked plan sets."""
 
 
 @dataclass(frozen=True, slots=True)

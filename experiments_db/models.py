@@ -26,6 +26,7 @@ from sqlalchemy.orm import declared_attr
 from sqlmodel import Field, SQLModel
 
 from experiments_db.columns import CanonicalJson, Id, Sha256, UtcDateTime, closed, snake_case, utc_now
+from experiments_db.intervals import LEVEL
 from experiments_db.ulid import new_ulid
 
 
@@ -749,7 +750,7 @@ class Estimate(Row, table=True):
     ci_lo: float | None = _number_or_none()
     """None means no bound."""
     ci_hi: float | None = _number_or_none()
-    level: float = _number(0.95)
+    level: float = _number(LEVEL)
     """Coverage of the interval."""
     se_seed: float | None = _number_or_none()
     """Standard error from training seeds, in `unit`."""

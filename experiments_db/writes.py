@@ -25,6 +25,7 @@ from sqlmodel import Session, col, select
 
 from experiments_db.columns import canonical_json, sha256_of, utc_now
 from experiments_db.errors import ConflictError, NotFoundError, StaleWriterError, TransitionError, first_line
+from experiments_db.intervals import LEVEL
 from experiments_db.models import (
     Amendment,
     Artifact,
@@ -623,7 +624,7 @@ def add_estimate(
     unit: str = "reward",
     ci_lo: float | None = None,
     ci_hi: float | None = None,
-    level: float = 0.95,
+    level: float = LEVEL,
     se_seed: float | None = None,
     se_eval: float | None = None,
     n_seeds: int = 0,

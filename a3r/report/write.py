@@ -21,6 +21,7 @@ from a3r.report.document import Block, Bullets, Document, Paragraph, Section, Ta
 from a3r.report.facts import facts_of
 from a3r.report.figures import METRIC_TITLES, curve_figure, dot_figure, gap_figure
 from a3r.report.slots import Source as Slots
+from experiments_db.intervals import LEVEL
 from experiments_db.models import ClaimForm, ClaimStrength, ExperimentStatus
 
 VERDICTS: Mapping[Leaf, str] = {
@@ -523,7 +524,7 @@ def extra_facts(bundle: Bundle, checked: Checked) -> dict[str, str]:
         "levels": ", ".join(shown(level) for level in plan.factor.levels),
         "temperature": f"{plan.metric.temperature:g}",
         "metric_long": _metric_in_words(plan),
-        "level_arm": "95%",
+        "level_arm": f"{LEVEL * 100:g}%",
         "level_equivalence": f"{(1 - 2 * (1 - plan.level)) * 100:g}%",
         "num_worlds": str(next((each.num_studies for each in checked.simulated.values()), 0)),
         "tasks_note": _tasks_note(plan),

@@ -16,6 +16,8 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import chdtri, ndtr, stdtrit
 
+from experiments_db.intervals import LEVEL
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -23,12 +25,12 @@ class Spread:
 
     sd: float
     low: float
-    """Lower end of its 95% interval by chi-squared; with few seeds the interval is wide, and says so."""
+    """Lower end of its interval by chi-squared; with few seeds the interval is wide, and says so."""
     high: float
     n: int
 
 
-def spread(values: Sequence[float], level: float = 0.95) -> Spread:
+def spread(values: Sequence[float], level: float = LEVEL) -> Spread:
     """Standard deviation over seeds with its interval (normal theory).
 
     Raises:
