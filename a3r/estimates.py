@@ -207,13 +207,28 @@ def comparison(plan: Plan, records: Sequence[RunRecord], look: int) -> list[Draf
     return found
 
 
+ANALYSIS = ("a3r/estimates.py", "a3r/analysis.py", "a3r/stats/*.py", "experiments_db/intervals.py")
+"""The code that computes numbers from scores."""
+STUDY_CODE = (
+    *ANALYSIS,
+    "a3r/planner/*.py",
+    "a3r/prereg/*.py",
+    "a3r/integrity.py",
+    "a3r/claims.py",
+    "a3r/workshop.py",
+    "a3r/graph/*.py",
+)
+"""With it the code that plans, checks runs, decides and claims; not the game's nor the engine's, which runs record."""
+
+
 @cache
-def analysis_sha() -> str:
-    """Hash of the code that computes, so that a number says which version made it."""
-    here = Path(__file__).parent
+def code_sha(patterns: tuple[str, ...]) -> str:
+    """Hash of our source files of these names, so that a row says which version made it."""
+    top = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted([here / "estimates.py", here / "analysis.py", *(here / "stats").glob("*.py")]):
-        digest.update(path.read_bytes())
+    for path in sorted(path for pattern in patterns for path in top.glob(pattern)):
+        digest.update(f"{path.relative_to(top).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from sqlmodel import Session, col, func, or_, select
 
 from a3r.errors import A3RError, UsageError
-from a3r.estimates import Draft, Measurement, RunRecord, analysis_sha
+from a3r.estimates import ANALYSIS, STUDY_CODE, Draft, Measurement, RunRecord, code_sha
 from a3r.executor import JobState as HereState
 from a3r.executor import JobStatus
 from a3r.integrity import Facts
@@ -83,7 +83,7 @@ def create_study(
             session,
             models.StudyKind.RESEARCH,
             question,
-            code_sha=analysis_sha(),
+            code_sha=code_sha(STUDY_CODE),
             env_fingerprint=fingerprint,
             graph_version=graph_version,
             wishes=wishes,
@@ -472,7 +472,7 @@ def store_estimates(database: Database, study_id: str, stage: int, drafts: Seque
                 family=draft.family,
                 params=draft.params,
                 query_sql=QUERY,
-                analysis_sha=analysis_sha(),
+                analysis_sha=code_sha(ANALYSIS),
                 inputs_sha=draft.inputs_sha,
             )
             for draft in drafts

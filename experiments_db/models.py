@@ -336,7 +336,7 @@ class Study(Row, table=True):
     budget: dict[str, Any] = _object()
     """Limits by `BudgetKind`."""
     code_sha: str | None = None
-    """Version of the code that plans and analyses."""
+    """Hash of the code that plans, analyses, decides and claims, as it was when the study began."""
     env_fingerprint: dict[str, Any] = _object()
     """Python, packages, machine: what a repeat needs to be the same."""
     graph_version: str | None = None
