@@ -75,6 +75,15 @@ def test_head_is_the_last_migration() -> None:
     assert ScriptDirectory.from_config(config).get_current_head() == HEAD
 
 
+def test_alembic_finds_the_migrations_by_itself() -> None:
+    top = Path(__file__).parents[2]
+    shown = subprocess.run(
+        [sys.executable, "-m", "alembic", "history"], cwd=top, capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert f"-> {HEAD} (head)" in shown.stdout
+
+
 def test_the_spine_can_be_taken_back(database: Database) -> None:
     from alembic import command
 
