@@ -6,7 +6,6 @@ Jobs say where they are on their standard output, as JSON lines; `Tails` reads w
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -420,8 +419,3 @@ def _checked_as_data(checked: Checked) -> dict[str, Any]:
 
 def _as_data(value: object) -> object:
     return value.value if isinstance(value, StrEnum) else str(value)
-
-
-def say_error(message: str) -> None:
-    """An error, where errors go."""
-    print(f"error: {message}", file=sys.stderr)

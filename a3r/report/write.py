@@ -24,13 +24,6 @@ from a3r.report.slots import Source as Slots
 from experiments_db.intervals import LEVEL
 from experiments_db.models import ClaimForm, ClaimStrength, ExperimentStatus
 
-VERDICTS: Mapping[Leaf, str] = {
-    Leaf.SUPERIOR: "Superior",
-    Leaf.INFERIOR: "Inferior",
-    Leaf.EQUIVALENT: "Equivalent",
-    Leaf.INCONCLUSIVE: "Inconclusive",
-    Leaf.TOO_MANY_FAILURES: "Too many failed runs",
-}
 STRENGTHS: Mapping[ClaimStrength, str] = {
     ClaimStrength.CONFIRMED: "Confirmed: on fresh seeds and the sealed split.",
     ClaimStrength.SUPPORTED: "Supported: planned before the runs, judged by the locked tree, over several seeds.",

@@ -7,7 +7,7 @@ count as runs.
 from a3r.stats.compare import Comparison, holm, mean_of, paired_t, welch_t
 from a3r.stats.curves import Curve, Reached, area_under, episodes_to, final_reward
 from a3r.stats.failures import Rate, failure_rate, with_worst
-from a3r.stats.power import Spread, power_of, seeds_needed, smallest_difference, spread
+from a3r.stats.power import Spread, power_of, smallest_difference, spread
 
 __all__ = [
     "Comparison",
@@ -23,7 +23,6 @@ __all__ = [
     "mean_of",
     "paired_t",
     "power_of",
-    "seeds_needed",
     "smallest_difference",
     "spread",
     "welch_t",

@@ -82,22 +82,6 @@ def smallest_difference(sd: float, seeds: int, *, alpha: float = 0.05, power: fl
     return float(brentq(lambda difference: power_of(difference, sd, seeds, alpha=alpha) - power, 0.0, top, xtol=1e-9))
 
 
-def seeds_needed(
-    difference: float, sd: float, *, alpha: float = 0.05, power: float = 0.8, most: int = 1000
-) -> int | None:
-    """Fewest seeds per arm that find `difference` with probability `power`; None where even `most` do not."""
-    low, high = 2, most
-    if power_of(difference, sd, high, alpha=alpha) < power:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if power_of(difference, sd, middle, alpha=alpha) >= power:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
 @lru_cache(maxsize=64)
 def _scales(df: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Deviation that a sample shows, over the true one: sqrt(chi2 / df) at 4000 evenly spread probabilities."""

@@ -21,7 +21,6 @@ from a3r.stats import (
     mean_of,
     paired_t,
     power_of,
-    seeds_needed,
     smallest_difference,
     spread,
     welch_t,
@@ -210,13 +209,6 @@ def test_power_agrees_with_scipy_where_scipy_has_a_value(df, shift):
     critical = reference.t.ppf(0.975, df)
     expected = reference.nct.sf(critical, df, shift) + reference.nct.cdf(-critical, df, shift)
     assert power_of(shift * math.sqrt(2 / (df + 1)), 1.0, df + 1) == pytest.approx(float(expected), abs=1e-5)
-
-
-def test_seeds_needed_is_the_first_number_with_enough_power():
-    needed = seeds_needed(0.05, 0.03)
-    assert needed is not None
-    assert power_of(0.05, 0.03, needed) >= 0.8 > power_of(0.05, 0.03, needed - 1)
-    assert seeds_needed(1e-6, 1.0) is None
 
 
 def test_power_is_what_simulation_says():

@@ -18,7 +18,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, create_engine, inspect, text
 from sqlalchemy.exc import OperationalError
-from sqlmodel import col, select
+from sqlmodel import Session, col, select
 
 from experiments_db import engine as engine_module
 from experiments_db.engine import HEAD, Database, default_url, file_system_of, home_folder, open_database
@@ -31,7 +31,7 @@ from experiments_db.errors import (
     UnavailableError,
 )
 from experiments_db.models import Decision, Note, Row, StageKind, Study, StudyKind
-from experiments_db.writes import add_decision, add_note, add_prereg, add_stage, create_study
+from experiments_db.writes import add_decision, add_prereg, add_stage, create_study
 
 
 @pytest.fixture
@@ -39,6 +39,12 @@ def database(tmp_path: Path) -> Iterator[Database]:
     """Of SQLite alone; test_postgres.py looks at the other."""
     with open_database(home=tmp_path / "home") as opened:
         yield opened
+
+
+def add_note(session: Session, scope: str, text: str) -> None:
+    """The smallest row there is."""
+    session.add(Note(scope=scope, text=text))
+    session.flush()
 
 
 def schema_of(engine: Engine) -> dict[str, object]:
