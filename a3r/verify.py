@@ -143,7 +143,7 @@ def _decisions(bundle: Bundle) -> Result:
                 verdict = decide(plan.tree, seen)
                 read.append((contrast.arm, verdict.leaf.value, verdict.trace))
         recorded = [decision for stage, decision in bundle.decisions if stage == look]
-        branches = [(decision.arm_key, decision.branch) for decision in recorded]
+        branches = [(decision.arm_key or plan.reference.key, decision.branch) for decision in recorded]
         if [(arm, branch) for arm, branch, _ in read] != branches:
             found = ", ".join(f"{branch} for {arm}" for arm, branch, _ in read)
             there = ", ".join(f"{branch} for {arm}" for arm, branch in branches)

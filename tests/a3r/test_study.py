@@ -379,6 +379,15 @@ def test_verify_reads_every_decision_again_those_on_the_noise_floor_included(lab
     assert checks(lab, study)["decisions"] is False
 
 
+def test_a_decision_on_the_noise_floor_that_names_no_arm_is_about_the_reference(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    with lab.deps.database.write() as session:
+        session.exec(select(Decision).where(Decision.branch == "go_on")).one().arm_key = None
+    assert all(checks(lab, study).values())
+
+
 def test_the_command_that_repeats_a_study_says_all_that_was_wished_and_runs_nothing_else(lab_in):
     lab = lab_in({"group_size=8": {"rise": 0.6}})
     question = EXAMPLE + ' $(touch x) `touch y` it\'s "fine"'
