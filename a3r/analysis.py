@@ -9,8 +9,18 @@ from typing import assert_never
 
 from a3r.prereg.plan import Metric, MetricKind, Plan
 from a3r.prereg.tree import Evidence
-from a3r.stats import Comparison, Curve, area_under, episodes_to, final_reward, holm, paired_t, welch_t, with_worst
-from a3r.stats.compare import mean_of
+from a3r.stats import (
+    Comparison,
+    Curve,
+    area_under,
+    episodes_to,
+    final_reward,
+    holm,
+    mean_of,
+    paired_t,
+    welch_t,
+    with_worst,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -16,47 +17,50 @@ from experiments_db import browse, plots, queries
 from experiments_db.engine import Database, home_folder, open_database
 from experiments_db.errors import NotFoundError
 from experiments_db.models import StudyKind
+from experiments_db.text import plain
 
 
-def show_runs(home: Path | None, *, template: str | None, limit: int, as_json: bool) -> None:
+def show_runs(home: Path | None, db: str | None, *, template: str | None, limit: int, as_json: bool) -> None:
     """Every run, newest study first."""
-    with open_database(home=home_folder(home)) as database, database.read() as session:
+    with open_database(db, home_folder(home)) as database, database.read() as session:
         found = queries.list_runs(session, template=template, limit=limit)
-        _print(browse.runs_table(found), found, as_json=as_json)
+        if as_json:
+            _emit("result", runs=found)
+        else:
+            Console(highlight=False).print(browse.runs_table(found))
 
 
-def show_one(what: str, home: Path | None, *, plot: Path | None, as_json: bool) -> None:
+def show_one(what: str, home: Path | None, db: str | None, *, plot: Path | None, as_json: bool) -> None:
     """A run with everything about it, or a study's runs and its answer."""
     root = home_folder(home)
-    with open_database(home=root) as database, database.read() as session:
+    with open_database(db, root) as database, database.read() as session:
         if study := _study_of(database, what):
             row = store.study(database, study)
             found = queries.list_runs(session, study_id=study)
-            if as_json:
-                _print(
-                    Text(),
-                    {"study": row.id, "status": row.status, "question": row.question, "runs": found},
-                    as_json=True,
-                )
-            else:
-                console = Console(highlight=False)
-                console.print(browse.runs_table(found))
-                reason = f" ({browse.plain(row.status_reason)})" if row.status_reason else ""
-                console.print(Text(f"study {row.id} is {row.status}{reason}"))
-                report = root / "studies" / study / "report" / "report.html"
-                if row.kind is StudyKind.RESEARCH and report.exists():
-                    print(f"report: {report}")
             ids = [run.id for run in found]
+            if as_json:
+                _plot(session, ids, "heldout", plot, as_json=True)
+                _emit("result", study=row.id, status=row.status, question=row.question, runs=found)
+                return
+            console = Console(highlight=False)
+            console.print(browse.runs_table(found))
+            reason = f" ({plain(row.status_reason)})" if row.status_reason else ""
+            console.print(Text(f"study {row.id} is {row.status}{reason}"))
+            report = root / "studies" / study / "report" / "report.html"
+            if row.kind is StudyKind.RESEARCH and report.exists():
+                print(f"report: {report}")
+            _plot(session, ids, "heldout", plot, as_json=False)
         else:
             ids = [queries.find_run(session, what)]
             detail = queries.show_run(session, ids[0])
-            _print(browse.run_view(detail), detail, as_json=as_json)
-        _plot(session, ids, "heldout", plot)
+            _show(session, browse.run_view(detail), detail, ids, "heldout", plot, as_json=as_json)
 
 
-def compare_them(what: Sequence[str], home: Path | None, *, metric: str, plot: Path | None, as_json: bool) -> None:
+def compare_them(
+    what: Sequence[str], home: Path | None, db: str | None, *, metric: str, plot: Path | None, as_json: bool
+) -> None:
     """Runs side by side; a study stands for all its runs."""
-    with open_database(home=home_folder(home)) as database, database.read() as session:
+    with open_database(db, home_folder(home)) as database, database.read() as session:
         ids: list[str] = []
         for text in what:
             if study := _study_of(database, text):
@@ -67,8 +71,7 @@ def compare_them(what: Sequence[str], home: Path | None, *, metric: str, plot: P
         if len(ids) < 2:
             raise UsageError(f"{len(ids)} run can't be compared; name another run, or a study with several")
         comparison = queries.compare_runs(session, ids)
-        _print(browse.comparison_view(comparison), comparison, as_json=as_json)
-        _plot(session, ids, metric, plot)
+        _show(session, browse.comparison_view(comparison), comparison, ids, metric, plot, as_json=as_json)
 
 
 def _study_of(database: Database, text: str) -> str | None:
@@ -79,19 +82,40 @@ def _study_of(database: Database, text: str) -> str | None:
         return None
 
 
-def _plot(session: Session, ids: Sequence[str], metric: str, path: Path | None) -> None:
+def _show(
+    session: Session,
+    view: RenderableType,
+    data: queries.RunDetail | queries.Comparison,
+    ids: Sequence[str],
+    metric: str,
+    plot: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """What was found, and its picture where one is asked for. In JSON the result is the last line."""
+    if as_json:
+        _plot(session, ids, metric, plot, as_json=True)
+        _emit("result", **browse.as_json(data))
+    else:
+        Console(highlight=False).print(view)
+        _plot(session, ids, metric, plot, as_json=False)
+
+
+def _plot(session: Session, ids: Sequence[str], metric: str, path: Path | None, *, as_json: bool) -> None:
     if path is None:
         return
     if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
         raise UsageError(f"{path} says no kind of picture; end it with .png, .svg or .pdf")
     try:
-        print(f"curves: {plots.plot_runs(session, ids, metric, path)}")
+        drawn = plots.plot_runs(session, ids, metric, path)
     except NotFoundError as error:
         raise UsageError(str(error)) from error
-
-
-def _print(view: RenderableType, data: object, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(browse.as_json(data), ensure_ascii=False))
+        _emit("curves", path=str(drawn))
     else:
-        Console(highlight=False).print(view)
+        print(f"curves: {drawn}")
+
+
+def _emit(kind: str, **fields: Any) -> None:
+    """One JSON line."""
+    print(json.dumps({"event": kind, **browse.as_json(fields)}, ensure_ascii=False), flush=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 from a3r.analysis import Run, arm_mean, by_arm, contrasts, metric_of, unpaired
 from a3r.prereg.plan import MetricKind, Plan, canonical
-from a3r.stats import Comparison, Curve, failure_rate, smallest_difference, spread
-from a3r.stats.compare import mean_of
+from a3r.stats import Comparison, Curve, failure_rate, mean_of, smallest_difference, spread
+from experiments_db.intervals import LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Draft:
     inputs_sha: str
     experiments: tuple[str, ...] = ()
     ci: tuple[float, float] | None = None
-    level: float = 0.95
+    level: float = LEVEL
     se_seed: float | None = None
     se_eval: float | None = None
     n_seeds: int = 0
@@ -207,13 +207,28 @@ def comparison(plan: Plan, records: Sequence[RunRecord], look: int) -> list[Draf
     return found
 
 
+ANALYSIS = ("a3r/estimates.py", "a3r/analysis.py", "a3r/stats/*.py", "experiments_db/intervals.py")
+"""The code that computes numbers from scores."""
+STUDY_CODE = (
+    *ANALYSIS,
+    "a3r/planner/*.py",
+    "a3r/prereg/*.py",
+    "a3r/integrity.py",
+    "a3r/claims.py",
+    "a3r/workshop.py",
+    "a3r/graph/*.py",
+)
+"""With it the code that plans, checks runs, decides and claims; not the game's nor the engine's, which runs record."""
+
+
 @cache
-def analysis_sha() -> str:
-    """Hash of the code that computes, so that a number says which version made it."""
-    here = Path(__file__).parent
+def code_sha(patterns: tuple[str, ...]) -> str:
+    """Hash of our source files of these names, so that a row says which version made it."""
+    top = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted([here / "estimates.py", here / "analysis.py", *(here / "stats").glob("*.py")]):
-        digest.update(path.read_bytes())
+    for path in sorted(path for pattern in patterns for path in top.glob(pattern)):
+        digest.update(f"{path.relative_to(top).as_posix()}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
@@ -285,7 +300,7 @@ def _arm(plan: Plan, key: str, runs: Sequence[Run], records: Sequence[RunRecord]
         failed = sum(run.has_failed for run in runs)
         params = {"worst": plan.metric.worst, "failed": failed, "censored": censored}
         estimand = f"mean {plan.metric.kind} of {key} over seeds"
-        found.append(draft("arm", estimand, mean, plan.metric.unit, 0.95, params=params))
+        found.append(draft("arm", estimand, mean, plan.metric.unit, LEVEL, params=params))
     whole = [record.curve for record in records if record.failure is None]
     if whole:
         for name, values in (
@@ -293,7 +308,7 @@ def _arm(plan: Plan, key: str, runs: Sequence[Run], records: Sequence[RunRecord]
             ("after", [curve.rewards[-1] for curve in whole]),
             ("rise", [curve.rewards[-1] - curve.rewards[0] for curve in whole]),
         ):
-            found.append(draft(name, f"held-out reward of {key}, {name}", mean_of(values), "reward", 0.95))
+            found.append(draft(name, f"held-out reward of {key}, {name}", mean_of(values), "reward", LEVEL))
     return found
 
 

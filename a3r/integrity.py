@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from a3r.estimates import RunRecord
@@ -25,6 +25,10 @@ class Facts:
     """Episodes that were part of an update; None where no row tells."""
     not_finite: tuple[str, ...]
     """Metrics that were once no finite number."""
+    num_gradients: int = 0
+    """Updates that had a gradient; those whose groups had nothing to compare have none."""
+    num_not_finite_gradients: int = 0
+    """Updates whose gradient was not finite, which the engine leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +50,30 @@ def check_run(plan: Plan, arm: Arm, record: RunRecord, facts: Facts) -> list[Pro
             Problem("not finite", Severity.HIGH, f"{name} was not a finite number, so training diverged")
             for name in facts.not_finite
         ),
+        *_gradients(facts),
     ]
 
 
-def check_seeds(records: Sequence[RunRecord]) -> list[Problem]:
-    """Whether seeds of one arm differ at all: runs that are copies of each other are one run."""
+def check_seeds(records: Sequence[RunRecord], earlier: Sequence[RunRecord] = ()) -> list[Problem]:
+    """Whether seeds of one arm differ at all: runs that are copies of each other are one run.
+
+    Args:
+        records: runs of this stage.
+        earlier: runs of the stages before; copies among these alone were found then.
+    """
+    copies: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for record in (*records, *earlier):
+        if record.measurements:
+            copies[record.arm, record.inputs_sha].append(record.seed)
+    new = {(record.arm, record.inputs_sha) for record in records}
     return [
         Problem(
             "seeds differ",
             Severity.HIGH,
-            f"seeds {one.seed} and {other.seed} of {one.arm} gave the same scores, game by game",
+            f"seeds {' and '.join(map(str, sorted(seeds)))} of {arm} gave the same scores, game by game",
         )
-        for one, other in pairwise(sorted(records, key=lambda record: (record.arm, record.seed)))
-        if one.arm == other.arm and one.measurements and one.inputs_sha == other.inputs_sha
+        for (arm, sha), seeds in sorted(copies.items())
+        if len(seeds) > 1 and (arm, sha) in new
     ]
 
 
@@ -101,6 +116,18 @@ def _evaluations(plan: Plan, arm: Arm, record: RunRecord) -> list[Problem]:
         message = f"of {plan.controls.evaluation_games} held-out games only these were scored: {', '.join(few)}"
         return [Problem("evaluations", Severity.HIGH, message)]
     return []
+
+
+def _gradients(facts: Facts) -> list[Problem]:
+    """The engine leaves out an update whose gradient is not finite, so the weights stay what they were."""
+    lost, total = facts.num_not_finite_gradients, facts.num_gradients
+    if lost == 0:
+        return []
+    if lost == total:
+        message = f"the gradient of all {total} updates was not finite, so training diverged"
+        return [Problem("not finite", Severity.HIGH, message)]
+    message = f"the gradient of {lost} of {total} updates was not finite, so they changed no weight"
+    return [Problem("not finite", Severity.MEDIUM, message)]
 
 
 def _episodes(plan: Plan, facts: Facts) -> list[Problem]:

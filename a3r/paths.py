@@ -2,8 +2,7 @@
 
 HOME/experiments.db              facts of every study
 HOME/jobs/KEY/                   one folder a job: what was run, its output, how it ended
-HOME/studies/ID/request.json     what was asked for, as asked
-                plan.json        the plan before it is locked
+HOME/studies/ID/plan.json        the plan before it is locked
                 graph.db         where the graph stands: ids only
                 lock             held by the process that works on the study
                 projects/ARM/    the rendered training project of each arm
@@ -38,11 +37,6 @@ class StudyPaths:
     """The files of one study."""
 
     root: Path
-
-    @property
-    def request(self) -> Path:
-        """What was asked for, as asked."""
-        return self.root / "request.json"
 
     @property
     def plan(self) -> Path:

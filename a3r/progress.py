@@ -6,7 +6,6 @@ Jobs say where they are on their standard output, as JSON lines; `Tails` reads w
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,15 +21,21 @@ from rich.text import Text
 
 from a3r.executor import JobState, JobStatus
 from a3r.prereg.check import Checked
-from a3r.prereg.plan import Plan
+from a3r.prereg.plan import Plan, StageKind
 from a3r.prereg.tree import Leaf
 from a3r.report.facts import duration
 from a3r.report.slots import amount
 from a3r.store import RunView
-from experiments_db.browse import plain
+from experiments_db.models import JobState as RowState
+from experiments_db.text import plain
 
 EVERY_S = 15.0
 """Between two lines about jobs where nothing can be redrawn."""
+STAGES: Mapping[StageKind, str] = {
+    StageKind.NOISE_FLOOR: "Noise floor",
+    StageKind.COMPARE: "Comparison",
+    StageKind.CONFIRM: "Confirmation",
+}
 
 
 @dataclass(slots=True)
@@ -364,12 +369,12 @@ def in_words(kind: str, fields: Mapping[str, Any]) -> Text | None:
         case "locked":
             return Text(f"\nPlan locked: {fields['sha256']}", style="bold")
         case "stage":
-            name = {"noise_floor": "Noise floor", "compare": "Comparison"}[fields["kind"]]
+            name = STAGES[fields["kind"]]
             seeds = ", ".join(map(str, fields["seeds"]))
             return Text(f"\n{name}: {', '.join(fields['arms'])} with seeds {seeds}", style="bold")
         case "job_ended":
             state = fields["state"]
-            good = state == "SUCCEEDED"
+            good = state is RowState.SUCCEEDED
             cause = "" if good else f": {plain(fields['cause'])[:300]}"
             ended = f"{state.lower().replace('_', ' ')} after {duration(fields['s'])}"
             text = f"  {fields['arm']} seed {fields['seed']} {ended}{cause}"
@@ -414,8 +419,3 @@ def _checked_as_data(checked: Checked) -> dict[str, Any]:
 
 def _as_data(value: object) -> object:
     return value.value if isinstance(value, StrEnum) else str(value)
-
-
-def say_error(message: str) -> None:
-    """An error, where errors go."""
-    print(f"error: {message}", file=sys.stderr)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from a3r import store
 from a3r.errors import A3RError, PlanError
-from a3r.executor import LocalExecutor, supervise
+from a3r.executor import LocalExecutor
 from a3r.graph.driver import ENDED, Approval, drive
 from a3r.graph.state import GRAPH_VERSION, Deps
 from a3r.paths import Home
@@ -26,16 +26,25 @@ from a3r.prereg.plan import Plan
 from a3r.progress import JsonReporter, PlainReporter, Reporter, reporter
 from a3r.report import bundle as bundles
 from a3r.report import write
-from a3r.report.slots import plain
+from a3r.report.slots import filled
 from a3r.verify import verify
 from a3r.workshop import VibeWorkshop, refuse_impossible
 from experiments_db.engine import Database, home_folder, open_database
-from experiments_db.models import StudyStatus
+from experiments_db.models import ClaimForm, StudyStatus
 
 PACKAGES = ("a3r", "torch", "transformers", "langgraph", "numpy", "scipy")
 
 
-def research(reading: Reading, *, home: Path | None, wishes: Wishes, yes: bool, dry_run: bool, as_json: bool) -> int:
+def research(
+    reading: Reading,
+    *,
+    home: Path | None,
+    db: str | None,
+    wishes: Wishes,
+    yes: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
     """Plan a question, run it, answer it. Returns the exit code."""
     question = reading.question
     root = home_folder(home)
@@ -51,32 +60,33 @@ def research(reading: Reading, *, home: Path | None, wishes: Wishes, yes: bool, 
     if checked.failures:
         raise PlanError("; ".join(f"{each.name}: {each.detail}" for each in checked.failures))
     if dry_run:
+        if isinstance(told, JsonReporter):
+            told.emit("result", plan_sha256=plan.sha256, jobs=plan.budget.jobs)
         return 0
-    with open_database(home=root) as database:
-        study = store.create_study(database, question, fingerprint(), GRAPH_VERSION)
-        paths = Home(root).study(study)
-        paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        supervise.write_whole(paths.request, {"question": question, "wishes": asdict(wishes)})
+    with open_database(db, root) as database:
+        study = store.create_study(database, question, fingerprint(), GRAPH_VERSION, asdict(wishes))
+        Home(root).study(study).root.mkdir(parents=True, exist_ok=True, mode=0o700)
         told.tell("study", id=study, home=str(root))
         return _go(study, database, Home(root), executor, told, yes=yes)
 
 
-def resume(study: str, *, home: Path | None, jobs: int, yes: bool, as_json: bool) -> int:
+def resume(study: str, *, home: Path | None, db: str | None, jobs: int, yes: bool, as_json: bool) -> int:
     """Go on with a study that was stopped or killed. Returns the exit code."""
     root = home_folder(home)
-    with open_database(home=root) as database:
+    with open_database(db, root) as database:
         row = store.study(database, study)
         executor = LocalExecutor(Home(root).jobs, jobs if jobs > 0 else None)
         told = reporter(as_json=as_json)
         return _go(row.id, database, Home(root), executor, told, yes=yes)
 
 
-def verify_study(study: str, *, home: Path | None, as_json: bool) -> int:
+def verify_study(study: str, *, home: Path | None, db: str | None, as_json: bool) -> int:
     """Compute everything again. Returns 0 where all of it comes out as it is on record, else 1."""
     root = home_folder(home)
-    with open_database(home=root) as database:
+    with open_database(db, root) as database:
         row = store.study(database, study)
         results = verify(database, row.id, Home(root).study(row.id), title_of(database, row.id))
+    is_ok = all(result.is_ok for result in results)
     console, lines = Console(highlight=False), JsonReporter()
     for result in results:
         if as_json:
@@ -85,7 +95,9 @@ def verify_study(study: str, *, home: Path | None, as_json: bool) -> int:
             mark = "[green]✓[/]" if result.is_ok else "[red]✗[/]"
             console.print(f"{mark} {result.name:<16}", end="")
             console.print(result.detail, markup=False)
-    return 0 if all(result.is_ok for result in results) else 1
+    if as_json:
+        lines.emit("result", study=row.id, is_ok=is_ok)
+    return 0 if is_ok else 1
 
 
 def title_of(database: Database, study: str) -> str:
@@ -147,13 +159,13 @@ def _say_answer(study: str, database: Database, home: Home, told: Reporter) -> N
     bundle = bundles.load(database, study)
     report = home.study(study).report
     source = write.slots_of(bundle, title_of(database, study), check(bundle.plan))
-    answers = [claim for claim in bundle.claims if claim.form.value != "descriptive"]
+    answers = [claim for claim in bundle.claims if claim.form is not ClaimForm.DESCRIPTIVE]
     if isinstance(told, JsonReporter):
         told.emit(
             "result",
             study=study,
             verdicts={arm: leaf.value for arm, leaf in write.verdicts(bundle)},
-            claims=[plain(claim.text_template, source) for claim in answers],
+            claims=[filled(claim.text_template, source) for claim in answers],
             report_md=str(report / "report.md"),
             report=str(report / "report.html"),
         )
@@ -161,9 +173,9 @@ def _say_answer(study: str, database: Database, home: Home, told: Reporter) -> N
         console = told.console
         console.print()
         for claim in answers:
-            console.print(plain(claim.text_template, source), style="bold", markup=False, soft_wrap=True)
+            console.print(filled(claim.text_template, source), style="bold", markup=False, soft_wrap=True)
             for caveat in claim.caveats:
-                console.print(plain(caveat, source), style="dim", markup=False, soft_wrap=True)
+                console.print(filled(caveat, source), style="dim", markup=False, soft_wrap=True)
         console.print(f"\nverify: a3r verify {study}", markup=False, soft_wrap=True)
         # Nothing may break the path's line: it is what scripts and people take away.
         print(f"report: {report / 'report.md'}\nreport: {report / 'report.html'}", flush=True)

@@ -15,16 +15,20 @@ from typing import Any
 from sqlmodel import Session, col, func, or_, select
 
 from a3r.errors import A3RError, UsageError
-from a3r.estimates import Draft, Measurement, RunRecord, analysis_sha
+from a3r.estimates import ANALYSIS, STUDY_CODE, Draft, Measurement, RunRecord, code_sha
 from a3r.executor import JobState as HereState
 from a3r.executor import JobStatus
 from a3r.integrity import Facts
 from a3r.prereg.plan import Arm, Direction, Plan, StageKind, load_locked
-from experiments_db import models, writes
+from experiments_db import models, queries, writes
 from experiments_db.engine import Database
 
-MAX_ATTEMPTS = 3
-"""Starts of one run that was lost; a run that fails by itself is not tried again, for failing is its result."""
+MAX_LOSSES = 3
+"""So often a run may be lost before it is given up; one that fails by itself is not tried again, for failing is its
+result, and one that the user stopped goes on however often."""
+LOST_STATES = (models.JobState.LOST, models.JobState.PREEMPTED)
+SKIPPED, NOT_FINITE_GRADIENT = "skipped", "nonfinite_gradient"
+"""The engine's metrics, 1 where they hold: the update changed no weight; it did not because of its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class RunView:
     """0 before the first."""
     seconds: float
     """Wall time of all its jobs that ended."""
+    num_lost: int = 0
+    """Its jobs that were lost or preempted."""
 
     @property
     def is_settled(self) -> bool:
@@ -61,20 +67,26 @@ class RunView:
         """Its job was lost or cancelled: the run itself has no result yet."""
         if self.job_state is models.JobState.CANCELLED:
             return True
-        lost = {models.JobState.LOST, models.JobState.PREEMPTED}
-        return self.job_state in lost and self.attempt < MAX_ATTEMPTS
+        return self.job_state in LOST_STATES and self.num_lost < MAX_LOSSES
 
 
-def create_study(database: Database, question: str, fingerprint: Mapping[str, Any], graph_version: str) -> str:
-    """A new study in draft; returns its id."""
+def create_study(
+    database: Database, question: str, fingerprint: Mapping[str, Any], graph_version: str, wishes: Mapping[str, Any]
+) -> str:
+    """A new study in draft; returns its id.
+
+    Args:
+        wishes: fields of `Wishes`.
+    """
     with database.write() as session:
         return writes.create_study(
             session,
             models.StudyKind.RESEARCH,
             question,
-            code_sha=analysis_sha(),
+            code_sha=code_sha(STUDY_CODE),
             env_fingerprint=fingerprint,
             graph_version=graph_version,
+            wishes=wishes,
         )
 
 
@@ -303,6 +315,7 @@ def runs(database: Database, study_id: str, stage: int | None = None) -> list[Ru
                         for job in jobs
                         if job.started_at and job.ended_at
                     ),
+                    num_lost=sum(job.state in LOST_STATES for job in jobs),
                 )
             )
     return found
@@ -459,7 +472,7 @@ def store_estimates(database: Database, study_id: str, stage: int, drafts: Seque
                 family=draft.family,
                 params=draft.params,
                 query_sql=QUERY,
-                analysis_sha=analysis_sha(),
+                analysis_sha=code_sha(ANALYSIS),
                 inputs_sha=draft.inputs_sha,
             )
             for draft in drafts
@@ -515,6 +528,17 @@ def claims(database: Database, study_id: str) -> list[models.Claim]:
         )
 
 
+def hypotheses(database: Database, study_id: str) -> dict[str, models.Hypothesis]:
+    """The study's hypotheses, by code."""
+    with database.read() as session:
+        rows = session.exec(
+            select(models.Hypothesis)
+            .join(models.Prereg, col(models.Hypothesis.prereg_id) == col(models.Prereg.id))
+            .where(models.Prereg.study_id == study_id)
+        ).all()
+    return {row.code: row for row in rows}
+
+
 def findings(database: Database, ids: Iterable[str]) -> list[models.AuditFinding]:
     """What integrity checks found about these rows."""
     with database.read() as session:
@@ -550,4 +574,17 @@ def facts(database: Database, experiment_id: str) -> Facts:
             .where(models.MetricPoint.experiment_id == experiment_id, col(models.MetricPoint.mark).in_(marks))
             .distinct()
         ).all()
-    return Facts(config.payload.get("config") if config else None, trained or None, tuple(sorted(names)))
+        curves = queries.all_curves(session, experiment_id)
+    # The engine reports no NaN: a metric that is no finite number comes as null, and these two say why.
+    steps = {
+        name: {point.step for point in curves[name].points if point.value} if name in curves else set()
+        for name in (SKIPPED, NOT_FINITE_GRADIENT)
+    }
+    every = {point.step for curve in curves.values() for point in curve.points}
+    return Facts(
+        config=config.payload.get("config") if config else None,
+        num_trained=trained or None,
+        not_finite=tuple(sorted(names)),
+        num_gradients=len(every - steps[SKIPPED] | steps[NOT_FINITE_GRADIENT]),
+        num_not_finite_gradients=len(steps[NOT_FINITE_GRADIENT]),
+    )

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 
 from a3r import claims, estimates, store
 from a3r.analysis import contrasts, evidence
-from a3r.errors import A3RError
+from a3r.errors import A3RError, ReportError
 from a3r.estimates import Draft
-from a3r.graph.analyst import affordable
+from a3r.graph.analyst import GO_ON, affordable, after_noise_floor
 from a3r.graph.reviewer import drafts
 from a3r.paths import StudyPaths
 from a3r.prereg.check import check
 from a3r.prereg.tree import decide
 from a3r.report import bundle as bundles
-from a3r.report import publish, write
+from a3r.report import publish, slots, write
 from a3r.report.bundle import Bundle
 from experiments_db import models
 from experiments_db.engine import Database
+from experiments_db.models import StudyStatus
 
 TOLERANCE = 1e-9
 """Relative. The same code on the same numbers gives the same bits; another machine's mathematics library may not."""
@@ -48,11 +49,14 @@ def verify(database: Database, study_id: str, paths: StudyPaths, title: str) -> 
     """
     bundle = bundles.load(database, study_id)
     rows = store.estimates(database, study_id)
+    decisions = _decisions(bundle)
     return [
         Result("plan", True, f"the locked plan hashes to {bundle.prereg.sha256[:12]}"),
         _numbers(bundle, rows),
-        _decisions(bundle),
-        _claims(bundle, title),
+        decisions,
+        _claims(bundle, title, rows, store.hypotheses(database, study_id))
+        if decisions.is_ok
+        else Result("claims", False, "they rest on decisions that do not follow from the tree"),
         *_files(bundle, paths, title),
     ]
 
@@ -86,13 +90,22 @@ def _numbers(bundle: Bundle, rows: dict[str, models.Estimate]) -> Result:
 
 def _differences(draft: Draft, row: models.Estimate) -> list[str]:
     low, high = draft.ci or (None, None)
-    pairs = {
+    pairs: dict[str, tuple[object, object]] = {
+        "estimand": (draft.estimand, row.estimand),
+        "method": (draft.method, row.method),
+        "unit": (draft.unit, row.unit),
         "value": (draft.value, row.value),
         "lower bound": (low, row.ci_lo),
         "upper bound": (high, row.ci_hi),
-        "standard error": (draft.se_seed, row.se_seed),
+        "coverage": (draft.level, row.level),
+        "standard error over seeds": (draft.se_seed, row.se_seed),
+        "standard error over games": (draft.se_eval, row.se_eval),
+        "number of seeds": (draft.n_seeds, row.n_seeds),
+        "number of games": (draft.n_items, row.n_items),
         "p": (draft.p, row.p),
         "adjusted p": (draft.p_adj, row.p_adj),
+        "family": (draft.family, row.family),
+        "parameters": (dict(draft.params), row.params),
     }
     found = [f"{name} is {there}, computed {here}" for name, (here, there) in pairs.items() if not _same(here, there)]
     if draft.inputs_sha != row.inputs_sha:
@@ -100,41 +113,73 @@ def _differences(draft: Draft, row: models.Estimate) -> list[str]:
     return found
 
 
-def _same(here: float | None, there: float | None) -> bool:
-    if here is not None and not math.isfinite(here):
-        here = None
-    if here is None or there is None:
-        return here is there
-    return math.isclose(here, there, rel_tol=TOLERANCE, abs_tol=1e-12)
+def _same(here: object, there: object) -> bool:
+    """Equal, floats up to the tolerance; what is no finite number has no column of its own and is None there."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        return here.keys() == there.keys() and all(_same(here[name], there[name]) for name in here)
+    if isinstance(here, float) and there is None:
+        return not math.isfinite(here)
+    if isinstance(here, float) and isinstance(there, float | int):
+        return math.isclose(here, there, rel_tol=TOLERANCE, abs_tol=1e-12)
+    return here == there
 
 
 def _decisions(bundle: Bundle) -> Result:
+    """Every decision is read from the tree again, with the way it took."""
+    plan = bundle.plan
     pairs = list(zip(bundle.runs, bundle.records, strict=True))
-    for look in sorted({stage for stage, _ in bundle.decisions if stage > 0}):
+    for look in sorted({stage for stage, _ in bundle.decisions}):
         runs = [run for run, _ in pairs if run.stage <= look]
-        values = [estimates.run_of(bundle.plan, record) for run, record in pairs if run.stage <= look]
-        can_extend, _ = affordable(bundle.plan, runs, look)
-        recorded = [decision.branch for stage, decision in bundle.decisions if stage == look]
-        read = [
-            decide(
-                bundle.plan.tree,
-                evidence(bundle.plan, contrast, times_extended=look - 1, can_extend=can_extend),
-            ).leaf.value
-            for contrast in contrasts(bundle.plan, values)
-        ]
-        if read != recorded:
-            return Result("decisions", False, f"look {look}: the tree leads to {read}, on record is {recorded}")
+        records = [record for run, record in pairs if run.stage <= look]
+        if look == 0:
+            leaf, trace = after_noise_floor(plan, records)
+            read = [(plan.reference.key, GO_ON if leaf is None else leaf.value, trace)]
+        else:
+            can_extend, _ = affordable(plan, runs, look)
+            values = [estimates.run_of(plan, record) for record in records]
+            read = []
+            for contrast in contrasts(plan, values):
+                seen = evidence(plan, contrast, times_extended=look - 1, can_extend=can_extend)
+                verdict = decide(plan.tree, seen)
+                read.append((contrast.arm, verdict.leaf.value, verdict.trace))
+        recorded = [decision for stage, decision in bundle.decisions if stage == look]
+        branches = [(decision.arm_key or plan.reference.key, decision.branch) for decision in recorded]
+        if [(arm, branch) for arm, branch, _ in read] != branches:
+            found = ", ".join(f"{branch} for {arm}" for arm, branch, _ in read)
+            there = ", ".join(f"{branch} for {arm}" for arm, branch in branches)
+            return Result("decisions", False, f"look {look}: the tree leads to {found}; on record is {there}")
+        for (arm, _, trace), decision in zip(read, recorded, strict=True):
+            ways = [asdict(visited) for visited in trace]
+            if ways != decision.predicate_trace or (trace and trace[-1].node != decision.node_id):
+                return Result("decisions", False, f"look {look}: for {arm} the tree is read another way than on record")
     return Result("decisions", True, f"{len(bundle.decisions)} decisions follow from the locked tree")
 
 
-def _claims(bundle: Bundle, title: str) -> Result:
+def _claims(
+    bundle: Bundle, title: str, rows: Mapping[str, models.Estimate], hypotheses: Mapping[str, models.Hypothesis]
+) -> Result:
     source = write.slots_of(bundle, title, check(bundle.plan))
-    expected = drafts(bundle) if bundle.claims else []
+    has_ended = bundle.claims or bundle.study.status is StudyStatus.DONE
+    expected = drafts(bundle) if has_ended else []
     recorded = {claim.key: claim for claim in bundle.claims}
+    if extra := recorded.keys() - {draft.key for draft, _ in expected}:
+        return Result("claims", False, f"claim {min(extra)} follows from no decision")
     for draft, leaf in expected:
         row = recorded.get(draft.key)
-        if row is None or (row.text_template, row.form, row.strength) != (draft.text, draft.form, draft.strength):
-            return Result("claims", False, f"claim {draft.key} is not what follows from the decisions")
+        if row is None:
+            return Result("claims", False, f"claim {draft.key} is not on record")
+        hypothesis = hypotheses[draft.hypothesis].id if draft.hypothesis else None
+        pairs: dict[str, tuple[object, object]] = {
+            "text": (draft.text, row.text_template),
+            "form": (draft.form, row.form),
+            "strength": (draft.strength, row.strength),
+            "caveats": (list(draft.caveats), row.caveats),
+            "slots": ({key: rows[key].id for key in slots.names(draft.text) if key in rows}, row.slots),
+            "hypothesis": (hypothesis, row.hypothesis_id),
+        }
+        if wrong := [name for name, (here, there) in pairs.items() if here != there]:
+            problem = f"{', '.join(wrong)} of claim {draft.key} is not what follows from the decisions"
+            return Result("claims", False, problem)
         try:
             claims.verify(draft, source, leaf, bundle.plan)
         except A3RError as error:
@@ -146,7 +191,12 @@ def _files(bundle: Bundle, paths: StudyPaths, title: str) -> Iterator[Result]:
     if not bundle.claims:
         yield Result("report", False, "there is none yet; the study has not ended")
         return
-    for name, content in publish.files_of(bundle, title).items():
+    try:
+        files = publish.files_of(bundle, title)
+    except (ReportError, ValueError) as error:  # a branch that is no leaf is a ValueError
+        yield Result("report", False, f"no report can be made of these rows: {error}")
+        return
+    for name, content in files.items():
         path = paths.report / name
         try:
             found = hashlib.sha256(path.read_bytes()).hexdigest()

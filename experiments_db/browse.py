@@ -27,7 +27,7 @@ from experiments_db.derive import json_safe
 from experiments_db.intervals import Interval
 from experiments_db.models import ExperimentStatus, Severity, StageKind
 from experiments_db.queries import SHORT, ArmSummary, Comparison, Evaluation, RunDetail, RunSummary
-from experiments_db.text import plain as plain
+from experiments_db.text import plain
 
 NOTHING = "–"
 BARS = "▁▂▃▄▅▆▇█"
@@ -296,11 +296,12 @@ def _evaluations(every: Sequence[Evaluation]) -> Table:
 
 
 def _arms(arms: Sequence[ArmSummary]) -> Table:
-    table = _table("arm", "game", "runs", "failed", "before", "after", "rise")
+    table = _table("arm", "game", "runs", "failed", "unfinished", "before", "after", "rise")
     for arm in arms:
         failed = Text(str(arm.num_failed), style="red" if arm.num_failed else "")
         ends = (interval(arm.before), interval(arm.after), interval(arm.rise))
-        _add(table, arm.arm, arm.template, str(arm.num_runs), failed, *ends)
+        unfinished = Text(str(arm.num_unfinished), style="yellow" if arm.num_unfinished else "")
+        _add(table, arm.arm, arm.template, str(arm.num_runs), failed, unfinished, *ends)
     return table
 
 

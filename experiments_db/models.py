@@ -26,6 +26,7 @@ from sqlalchemy.orm import declared_attr
 from sqlmodel import Field, SQLModel
 
 from experiments_db.columns import CanonicalJson, Id, Sha256, UtcDateTime, closed, snake_case, utc_now
+from experiments_db.intervals import LEVEL
 from experiments_db.ulid import new_ulid
 
 
@@ -335,7 +336,7 @@ class Study(Row, table=True):
     budget: dict[str, Any] = _object()
     """Limits by `BudgetKind`."""
     code_sha: str | None = None
-    """Version of the code that plans and analyses."""
+    """Hash of the code that plans, analyses, decides and claims, as it was when the study began."""
     env_fingerprint: dict[str, Any] = _object()
     """Python, packages, machine: what a repeat needs to be the same."""
     graph_version: str | None = None
@@ -344,6 +345,8 @@ class Study(Row, table=True):
     """Names the study for its maker, so that making it twice makes one; None never matches another."""
     created_at: datetime = _now()
     finished_at: datetime | None = _moment_or_none()
+    wishes: dict[str, Any] = _object()
+    """What was asked for beside the question, such as a number of seeds, by name."""
 
 
 class Assumption(Row, table=True):
@@ -747,7 +750,7 @@ class Estimate(Row, table=True):
     ci_lo: float | None = _number_or_none()
     """None means no bound."""
     ci_hi: float | None = _number_or_none()
-    level: float = _number(0.95)
+    level: float = _number(LEVEL)
     """Coverage of the interval."""
     se_seed: float | None = _number_or_none()
     """Standard error from training seeds, in `unit`."""
@@ -793,6 +796,8 @@ class Decision(Row, table=True):
     """Who took another branch than the tree; claims that rest on it are exploratory."""
     comment: str | None = Field(default=None, sa_type=Text)
     at: datetime = _now()
+    arm_key: str | None = None
+    """The arm it is about; None in rows of before this column, about the reference alone."""
 
 
 class DecisionEstimate(Row, table=True):

@@ -50,7 +50,7 @@ UNITS = {
     "loss": "loss",
     "grad_norm": "norm of the gradient",
     "clip_fraction": "share of tokens clipped",
-    "truncated_fraction": "share of episodes cut off",
+    "truncated_fraction": "share of calls cut off",
     "update_s": "update (s)",
     "seconds": "wall time of a step (s)",
 }

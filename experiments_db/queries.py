@@ -224,6 +224,8 @@ class ArmSummary:
     num_runs: int
     num_failed: int
     """Runs that ended without a result or are in quarantine. They are in no mean, so look at this number first."""
+    num_unfinished: int
+    """Runs that have not ended yet; they are in no mean either."""
     before: Interval | None
     after: Interval | None
     rise: Interval | None
@@ -416,14 +418,16 @@ def by_arm(session: Session, runs: Sequence[RunSummary]) -> dict[str, list[RunSu
 
 
 def _arm(label: str, runs: Sequence[RunSummary]) -> ArmSummary:
-    whole = [run for run in runs if run.status not in FAILED]
+    whole = [run for run in runs if run.status is ExperimentStatus.DONE]
+    num_failed = sum(run.status in FAILED for run in runs)
     before = {run.id: run.before.reward.mean for run in whole if run.before and run.before.reward}
     after = {run.id: run.after.reward.mean for run in whole if run.after and run.after.reward}
     return ArmSummary(
         arm=label,
         template=runs[0].template,
         num_runs=len(runs),
-        num_failed=len(runs) - len(whole),
+        num_failed=num_failed,
+        num_unfinished=len(runs) - len(whole) - num_failed,
         before=t_interval(list(before.values())),
         after=t_interval(list(after.values())),
         rise=t_interval([mean - before[run] for run, mean in after.items() if run in before]),

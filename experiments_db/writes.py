@@ -18,13 +18,14 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, TypeVar, assert_never
 
-from sqlalchemy import func, update
+from sqlalchemy import update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlmodel import Session, col, select
 
 from experiments_db.columns import canonical_json, sha256_of, utc_now
 from experiments_db.errors import ConflictError, NotFoundError, StaleWriterError, TransitionError, first_line
+from experiments_db.intervals import LEVEL
 from experiments_db.models import (
     Amendment,
     Artifact,
@@ -32,9 +33,6 @@ from experiments_db.models import (
     AssumptionSource,
     AuditFinding,
     Blueprint,
-    BudgetEntry,
-    BudgetKind,
-    BudgetState,
     Claim,
     ClaimEvidence,
     ClaimForm,
@@ -54,16 +52,12 @@ from experiments_db.models import (
     Job,
     JobEvent,
     JobState,
-    LLMCall,
-    Note,
     OwnerType,
     Prereg,
     Relation,
     Row,
     RunRole,
     Severity,
-    Split,
-    SplitRole,
     Stage,
     StageKind,
     Study,
@@ -94,6 +88,7 @@ def create_study(
     code_sha: str | None = None,
     env_fingerprint: Mapping[str, Any] | None = None,
     graph_version: str | None = None,
+    wishes: Mapping[str, Any] | None = None,
 ) -> str:
     """A new study in `draft`; with a key, the one study of that key."""
     study = Study(
@@ -105,6 +100,7 @@ def create_study(
         code_sha=code_sha,
         env_fingerprint=dict(env_fingerprint or {}),
         graph_version=graph_version,
+        wishes=dict(wishes or {}),
     )
     if key is None:
         session.add(study)
@@ -204,22 +200,6 @@ def add_factor(
     """What differs between arms on purpose; `name` is a dotted path such as `trainer.group_size`."""
     row = Factor(prereg_id=prereg_id, name=name, levels=list(levels), kind=kind, unit=unit)
     return _put(session, row, by=("prereg_id", "name"), same=("levels", "kind", "unit")).id
-
-
-def add_split(session: Session, name: str, role: SplitRole, items: Sequence[str]) -> str:
-    """A set of items by their ids, in any order; the same items under one name are one split."""
-    row = Split(name=name, role=role, content_sha=sha256_of(canonical_json(sorted(items))), n=len(items))
-    return _put(session, row, by=("name", "content_sha"), same=("role",)).id
-
-
-def open_split(session: Session, split_id: str) -> datetime:
-    """Note the first use of a sealed split; returns when that was, which later calls do not move."""
-    split = get(session, Split, split_id)
-    if split.opened_at is None:
-        split.opened_at = utc_now()
-        session.add(split)
-        session.flush()
-    return split.opened_at
 
 
 # Stages, blueprints, runs
@@ -621,7 +601,7 @@ def add_estimate(
     unit: str = "reward",
     ci_lo: float | None = None,
     ci_hi: float | None = None,
-    level: float = 0.95,
+    level: float = LEVEL,
     se_seed: float | None = None,
     se_eval: float | None = None,
     n_seeds: int = 0,
@@ -681,6 +661,7 @@ def add_decision(
     branch: str,
     predicate_trace: Sequence[Any],
     estimates: Sequence[str] = (),
+    arm_key: str | None = None,
     n: int = 0,
     auto: bool = True,
     overridden_by: str | None = None,
@@ -696,10 +677,10 @@ def add_decision(
         auto=auto,
         overridden_by=overridden_by,
         comment=comment,
+        arm_key=arm_key,
     )
-    decision = _put(
-        session, row, by=("stage_id", "n"), same=("node_id", "branch", "predicate_trace", "auto", "overridden_by")
-    )
+    same = ("node_id", "branch", "predicate_trace", "auto", "overridden_by", "arm_key")
+    decision = _put(session, row, by=("stage_id", "n"), same=same)
     for estimate_id in estimates:
         link = DecisionEstimate(decision_id=decision.id, estimate_id=estimate_id)
         _put(session, link, by=("decision_id", "estimate_id"), same=())
@@ -792,79 +773,6 @@ def add_finding(
         evidence_artifact_id=evidence_artifact_id,
     )
     return _put(session, row, by=("target_type", "target_id", "detector", "message"), same=("severity",)).id
-
-
-def resolve_finding(session: Session, finding_id: str, by: str) -> None:
-    """Settle a finding; the first who does is on record."""
-    finding = get(session, AuditFinding, finding_id)
-    if finding.resolved_by is None:
-        finding.resolved_by, finding.resolved_at = by, utc_now()
-        session.flush()
-
-
-# Money and memory
-
-
-def reserve_budget(session: Session, study_id: str, kind: BudgetKind, amount: float, ref: str) -> str:
-    """Set an amount aside before it is spent; `ref` says for what."""
-    row = BudgetEntry(study_id=study_id, kind=kind, amount=amount, ref=ref)
-    return _put(session, row, by=("study_id", "kind", "ref"), same=()).id
-
-
-def settle_budget(session: Session, entry_id: str, spent: float) -> None:
-    """Turn a reservation into what was spent; nothing spent releases it."""
-    entry = get(session, BudgetEntry, entry_id)
-    entry.amount = spent
-    entry.state = BudgetState.SPENT if spent > 0 else BudgetState.RELEASED
-    session.flush()
-
-
-def budget_used(session: Session, study_id: str, kind: BudgetKind) -> float:
-    """What is reserved or spent of a kind, in its unit."""
-    total = session.scalar(
-        select(func.coalesce(func.sum(BudgetEntry.amount), 0.0)).where(
-            BudgetEntry.study_id == study_id,
-            BudgetEntry.kind == kind,
-            BudgetEntry.state != BudgetState.RELEASED,
-        )
-    )
-    return float(total or 0.0)
-
-
-def add_llm_call(
-    session: Session,
-    *,
-    node: str,
-    model: str,
-    prompt_sha: str,
-    study_id: str | None = None,
-    tokens_in: int = 0,
-    tokens_out: int = 0,
-    usd: float | None = None,
-    cache_hit: bool = False,
-    response_artifact_id: str | None = None,
-) -> str:
-    """A request that was made. Each call adds a row, for each one was paid."""
-    row = LLMCall(
-        study_id=study_id,
-        node=node,
-        model=model,
-        prompt_sha=prompt_sha,
-        tokens_in=tokens_in,
-        tokens_out=tokens_out,
-        usd=usd,
-        cache_hit=cache_hit,
-        response_artifact_id=response_artifact_id,
-    )
-    session.add(row)
-    session.flush()
-    return row.id
-
-
-def add_note(session: Session, scope: str, text: str, evidence: Sequence[str] = ()) -> str:
-    """A lesson to remember across studies."""
-    row = Note(scope=scope, text=text, evidence=list(evidence))
-    return _put(session, row, by=("scope", "text"), same=()).id
 
 
 # How it is done

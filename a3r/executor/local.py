@@ -15,13 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, assert_never
 
 from a3r.errors import JobError
 from a3r.executor import supervise
 from a3r.executor.base import JobSpec, JobState, JobStatus
+from a3r.executor.supervise import Cause
 
 MEMORY_PER_JOB_MB = 1500
 """A job is a client, a server's front and its worker; the worker holds PyTorch."""
@@ -55,6 +56,8 @@ class LocalExecutor:
             raise JobError(f"{slots} jobs at once would run nothing; give --jobs 1 or more")
         self.slots = slots or default_slots()
         self._root = root
+        self._closed: set[str] = set()
+        """Keys of jobs that are known to have ended; they stay so."""
 
     def submit(self, key: str, spec: JobSpec) -> str:
         """See `Executor.submit`. The name is the key."""
@@ -79,14 +82,17 @@ class LocalExecutor:
 
     def poll(self, keys: Iterable[str]) -> dict[str, JobStatus]:
         """See `Executor.poll`."""
-        every = {key: self._status(key) for key in self.list()}
-        running = sum(status.state is JobState.RUNNING for status in every.values())
         wanted = set(keys)
-        for key, status in every.items():
-            if status.state is JobState.QUEUED and key in wanted and running < self.slots:
-                self._start(key)
-                running += 1
-        return {key: self._status(key) for key in wanted if key in every}
+        submitted = {key: spec for key in wanted if (spec := _read(self._root / key / "spec.json"))}
+        statuses = {key: self._status(key) for key in submitted}
+        others = [self._status(key) for key in self._open() if key not in wanted]
+        running = sum(status.state is JobState.RUNNING for status in (*statuses.values(), *others))
+        waiting = [key for key, status in statuses.items() if status.state is JobState.QUEUED]
+        waiting.sort(key=lambda key: (submitted[key]["submitted_at"], key))
+        for key in waiting[: max(0, self.slots - running)]:
+            self._start(key)
+            statuses[key] = self._status(key)
+        return statuses
 
     def cancel(self, keys: Iterable[str]) -> None:
         """See `Executor.cancel`."""
@@ -108,6 +114,17 @@ class LocalExecutor:
         """See `Executor.list`; in order of submission."""
         specs = {path.parent.name: _read(path) for path in self._root.glob("*/spec.json")}
         return sorted(specs, key=lambda key: ((specs[key] or {}).get("submitted_at", 0.0), key))
+
+    def _open(self) -> Iterator[str]:
+        """Keys of the jobs that may still run: a home holds every job there ever was, most of them long ended."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._root) as folders:
+            for folder in folders:
+                if folder.name in self._closed or not folder.is_dir():
+                    continue
+                if os.path.exists(os.path.join(folder.path, "exit.json")):
+                    self._closed.add(folder.name)
+                else:
+                    yield folder.name
 
     def tail(self, key: str, lines: int = 15) -> str:
         """See `Executor.tail`."""
@@ -186,19 +203,19 @@ def _is_held(folder: Path) -> bool:
 
 def _ended(key: str, log: Path, ended: dict[str, Any]) -> JobStatus:
     code, number = ended["exit_code"], ended["signal"]
-    match ended["cause"]:
-        case "cancelled":
+    match Cause(ended["cause"]):
+        case Cause.CANCELLED:
             state, cause = JobState.CANCELLED, "cancelled"
-        case "timeout":
+        case Cause.TIMEOUT:
             state, cause = JobState.TIMEOUT, "ran longer than its limit"
-        case "not_started":
+        case Cause.NOT_STARTED:
             state, cause = JobState.FAILED, f"could not be started: {ended['detail']}"
-        case _ if code == 0:
-            state, cause = JobState.SUCCEEDED, "exit code 0"
-        case _ if number is not None:
+        case Cause.EXITED if number is not None:
             state, cause = JobState.FAILED, f"ended by signal {signal.Signals(number).name}"
-        case _:
-            state, cause = JobState.FAILED, f"exit code {code}"
+        case Cause.EXITED:
+            state, cause = JobState.FAILED if code else JobState.SUCCEEDED, f"exit code {code}"
+        case never:
+            assert_never(never)
     return JobStatus(
         key,
         state,

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +31,16 @@ LOCK_PATIENCE_S = 2.0
 """Whoever asks how the job stands holds the lock for a moment; a guard that runs it holds it for good."""
 POLL_S = 0.1
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Cause(StrEnum):
+    """What ended a job, as exit.json says."""
+
+    EXITED = "exited"
+    """It ended by itself, with an exit code or by a signal."""
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    NOT_STARTED = "not_started"
 
 
 def started_at_tick(pid: int) -> str | None:
@@ -119,16 +130,16 @@ def _run(folder: Path, spec: dict[str, Any], asked: list[int]) -> dict[str, Any]
                 preexec_fn=_die_with_parent,
             )
         except OSError as error:
-            return {"cause": "not_started", "detail": str(error), "exit_code": None, "signal": None}
+            return {"cause": Cause.NOT_STARTED, "detail": str(error), "exit_code": None, "signal": None}
     write_whole(folder / "child.json", {"pid": child.pid, "tick": started_at_tick(child.pid)})
-    cause = "exited"
+    cause = Cause.EXITED
     deadline = time.monotonic() + spec["time_limit_s"]
     while True:
         with suppress(subprocess.TimeoutExpired):
             child.wait(POLL_S)
             break
         if asked or time.monotonic() > deadline:
-            cause = "cancelled" if asked else "timeout"
+            cause = Cause.CANCELLED if asked else Cause.TIMEOUT
             _end(child)
             break
     _end_leftovers()

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 
 from a3r import estimates, integrity, store
 from a3r.analysis import contrasts, evidence
+from a3r.estimates import RunRecord
 from a3r.graph.state import Deps, StudyState
 from a3r.prereg.plan import Plan
-from a3r.prereg.tree import Evidence, FailedRateAbove, Leaf, Truth, decide, judge
+from a3r.prereg.tree import Evidence, FailedRateAbove, Leaf, Truth, Visited, decide, judge
 from a3r.store import RunView
 from experiments_db import writes
 from experiments_db.models import ExperimentStatus, OwnerType, Severity
@@ -52,7 +52,9 @@ def analyst(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stud
                     "finding", arm=view.arm, seed=view.seed, severity=problem.severity.value, text=problem.message
                 )
         stage = store.stage_id(deps.database, state["study_id"], state["stage"])
-        for problem in integrity.check_seeds(records):
+        before = [view for view in look_at(deps, state) if view.stage < state["stage"]]
+        earlier = [view for view in before if view.status is ExperimentStatus.DONE]
+        for problem in integrity.check_seeds(records, store.records(deps.database, plan, earlier)):
             with deps.database.write() as session:
                 writes.add_finding(
                     session,
@@ -91,7 +93,7 @@ def analyst(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stud
         plan = store.plan_of(deps.database, state["study_id"])
         records = store.records(deps.database, plan, look_at(deps, state))
         if state["stage"] == 0:
-            return {"leaf": _after_noise_floor(deps, state, plan, records)}
+            return {"goes_on": _after_noise_floor(deps, state, plan, records)}
         runs = [estimates.run_of(plan, record) for record in records]
         can_extend, why = affordable(plan, look_at(deps, state), state["stage"])
         leaves: list[Leaf] = []
@@ -111,13 +113,13 @@ def analyst(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stud
                     branch=verdict.leaf.value,
                     predicate_trace=[asdict(visited) for visited in verdict.trace],
                     estimates=[ids[key] for key in read_from],
+                    arm_key=contrast.arm,
                     comment=f"{contrast.arm} against {plan.reference.key}; {why}",
                 )
             trace = [asdict(visited) for visited in verdict.trace]
             deps.tell("decision", arm=contrast.arm, branch=verdict.leaf.value, trace=trace)
         # Seeds are added to every arm, so that all stay comparable; the tree is then read anew for each.
-        leaf = Leaf.ADD_SEEDS if Leaf.ADD_SEEDS in leaves else leaves[0]
-        return {"leaf": leaf.value}
+        return {"goes_on": Leaf.ADD_SEEDS in leaves}
 
     graph = StateGraph(StudyState)
     graph.add_node("check_runs", check_runs)
@@ -153,22 +155,37 @@ def affordable(plan: Plan, runs: Sequence[RunView], stage: int) -> tuple[bool, s
     )
 
 
-def _after_noise_floor(deps: Deps, state: StudyState, plan: Plan, records: list[estimates.RunRecord]) -> str:
-    """Go on, unless so many runs of the reference failed that no arm could be compared with it."""
+def after_noise_floor(plan: Plan, records: Sequence[RunRecord]) -> tuple[Leaf | None, tuple[Visited, ...]]:
+    """Where the tree leads after the first stage, and by which way.
+
+    None is to go on: not so many runs of the reference failed that no arm could be compared with it.
+    """
     failed = sum(record.failure is not None for record in records)
     seen = Evidence(None, 1.0, 1.0, num_failed=failed, num_runs=len(records), times_extended=0, can_extend=False)
-    trace: list[dict[str, Any]] = []
-    leaf = GO_ON
+    trace: list[Visited] = []
     for node in plan.tree.nodes:
         if isinstance(node.when, FailedRateAbove):
             truth, because = judge(node.when, seen)
-            trace.append({"node": node.id, "test": node.when.test, "truth": truth.value, "because": because})
+            trace.append(Visited(node.id, node.when.test, truth, because))
             if truth is Truth.TRUE:
-                leaf = node.then.value
-                break
+                return node.then, tuple(trace)
+    return None, tuple(trace)
+
+
+def _after_noise_floor(deps: Deps, state: StudyState, plan: Plan, records: Sequence[RunRecord]) -> bool:
+    """Keep what the tree says after the first stage; returns whether the study goes on."""
+    leaf, trace = after_noise_floor(plan, records)
+    branch = GO_ON if leaf is None else leaf.value
+    visited = [asdict(each) for each in trace]
     stage = store.stage_id(deps.database, state["study_id"], 0)
     with deps.database.write() as session:
-        node_id = trace[-1]["node"] if trace else "none"
-        writes.add_decision(session, stage, node_id=node_id, branch=leaf, predicate_trace=trace)
-    deps.tell("decision", arm=plan.reference.key, branch=leaf, trace=trace)
-    return leaf
+        writes.add_decision(
+            session,
+            stage,
+            node_id=trace[-1].node if trace else "none",
+            branch=branch,
+            predicate_trace=visited,
+            arm_key=plan.reference.key,
+        )
+    deps.tell("decision", arm=plan.reference.key, branch=branch, trace=visited)
+    return leaf is None

@@ -16,14 +16,13 @@ from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 
-from a3r.graph.analyst import GO_ON, analyst
+from a3r.graph.analyst import analyst
 from a3r.graph.coder import coder
 from a3r.graph.designer import designer
 from a3r.graph.leader import leader
 from a3r.graph.reviewer import reviewer
 from a3r.graph.runner import runner
 from a3r.graph.state import Deps, StudyState
-from a3r.prereg.tree import Leaf
 
 
 def build_graph(
@@ -61,4 +60,4 @@ def after_leader(state: StudyState) -> Literal["designer", "__end__"]:
 
 def after_analyst(state: StudyState) -> Literal["next_stage", "reviewer"]:
     """Where the tree leads."""
-    return "next_stage" if state["leaf"] in {GO_ON, Leaf.ADD_SEEDS.value} else "reviewer"
+    return "next_stage" if state["goes_on"] else "reviewer"

@@ -21,9 +21,7 @@ def designer(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stu
         store.draw_up(
             deps.database, state["study_id"], plan, batch, folders, template_sha=deps.workshop.template_sha(plan)
         )
-        deps.tell(
-            "stage", n=batch.n, kind=batch.kind.value, arms=[arm.key for arm in batch.arms], seeds=list(batch.seeds)
-        )
+        deps.tell("stage", n=batch.n, kind=batch.kind, arms=[arm.key for arm in batch.arms], seeds=list(batch.seeds))
         return {}
 
     graph = StateGraph(StudyState)

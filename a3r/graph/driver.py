@@ -27,7 +27,7 @@ from a3r.graph.lease import lease
 from a3r.graph.runner import observe
 from a3r.graph.state import GRAPH_VERSION, Deps, StudyState
 from a3r.prereg.plan import Plan
-from experiments_db.models import StudyStatus
+from experiments_db.models import ExperimentStatus, StudyStatus
 
 POLL_S = 0.5
 """Between two looks at the jobs. Nothing depends on it but how fast an ended job is noticed."""
@@ -170,7 +170,7 @@ def _stop(study_id: str, deps: Deps) -> StoppedError:
     deps.executor.cancel([run.job_key for run in going if run.job_key])
     observe(deps, going)
     store.set_status(deps.database, study_id, StudyStatus.PAUSED, "stopped by the user")
-    kept = sum(run.status.value == "done" for run in runs)
+    kept = sum(run.status is ExperimentStatus.DONE for run in runs)
     return StoppedError(
         f"stopped. {kept} finished runs are kept, {len(going)} were cancelled and go on from their last update. "
         f"Go on with: a3r resume {study_id}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
 from langgraph.graph import END, START, StateGraph
@@ -10,7 +9,7 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.types import Command, interrupt
 
 from a3r import store
-from a3r.errors import A3RError, PlanError
+from a3r.errors import PlanError
 from a3r.executor import supervise
 from a3r.graph.state import Deps, StudyState
 from a3r.planner.design import Wishes, design
@@ -23,22 +22,24 @@ from experiments_db.models import StudyStatus
 def leader(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, StudyState]:
     """The leader's graph."""
 
+    def question(state: StudyState) -> str:
+        return store.study(deps.database, state["study_id"]).question
+
     def intake(state: StudyState) -> StudyState:
-        """See that what was asked for is all there."""
-        request = load_request(deps, state)
-        deps.tell("phase", phase="intake", text=request["question"])
+        """Take in what was asked."""
+        deps.tell("phase", phase="intake", text=question(state))
         return {"stage": 0}
 
     def scope(state: StudyState) -> StudyState:
         """Which words of the question became what."""
-        reading = read(load_request(deps, state)["question"], deps.catalogue)
+        reading = read(question(state), deps.catalogue)
         deps.tell("scope", read_as=[list(pair) for pair in reading.read_as], assumed=list(reading.assumed))
         return {}
 
     def draw_plan(state: StudyState) -> StudyState:
         """The plan as a file: it is not locked yet, so it is no fact yet."""
-        request = load_request(deps, state)
-        plan = design(read(request["question"], deps.catalogue), Wishes(**request["wishes"]))
+        wishes = Wishes(**store.study(deps.database, state["study_id"]).wishes)
+        plan = design(read(question(state), deps.catalogue), wishes)
         supervise.write_whole(deps.paths(state).plan, plan.model_dump(mode="json"))
         return {"plan_sha": plan.sha256}
 
@@ -86,16 +87,6 @@ def leader(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Study
     graph.add_edge("lock_plan", END)
     graph.add_edge("turn_down", END)
     return graph.compile()
-
-
-def load_request(deps: Deps, state: StudyState) -> dict[str, Any]:
-    """What was asked for: the question, and the wishes of the command line."""
-    path = deps.paths(state).request
-    try:
-        request: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise A3RError(f"{path} is gone, so nobody knows what was asked; ask again with `a3r research`") from error
-    return request
 
 
 def load_draft(deps: Deps, state: StudyState) -> Plan:

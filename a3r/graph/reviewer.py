@@ -38,7 +38,7 @@ def reviewer(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stu
         for draft, leaf in drafts(bundle):
             claims.verify(draft, source, leaf, bundle.plan)
             _store(deps, bundle, draft, ClaimStatus.VERIFIED)
-            deps.tell("claim", text=slots.plain(draft.text, source), strength=draft.strength.value)
+            deps.tell("claim", text=slots.filled(draft.text, source), strength=draft.strength.value)
         return {}
 
     def publish_report(state: StudyState) -> StudyState:

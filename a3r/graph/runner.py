@@ -118,9 +118,7 @@ def observe(deps: Deps, runs: list[RunView]) -> None:
             deps.fences.pop(run.job_id, None)
             raise
         if news and state.is_terminal:
-            deps.tell(
-                "job_ended", job=key, arm=run.arm, seed=run.seed, state=state.value, cause=cause, s=status.seconds
-            )
+            deps.tell("job_ended", job=key, arm=run.arm, seed=run.seed, state=state, cause=cause, s=status.seconds)
 
 
 def judged(deps: Deps, run: RunView, status: JobStatus) -> tuple[JobState, str]:

@@ -11,7 +11,7 @@ from a3r.planner.catalogue import Catalogue
 from a3r.workshop import Workshop
 from experiments_db.engine import Database
 
-GRAPH_VERSION = "1"
+GRAPH_VERSION = "2"
 """Of the nodes and their order. A study of another version is refused: a renamed node would be skipped silently."""
 
 
@@ -25,8 +25,8 @@ class StudyState(TypedDict, total=False):
     is_approved: bool
     stage: int
     """The stage at work; see `a3r.store.batch_of`."""
-    leaf: str
-    """Where the tree led last."""
+    goes_on: bool
+    """Whether another stage follows, by where the tree led."""
 
 
 class Tell(Protocol):

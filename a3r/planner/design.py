@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from a3r.errors import QuestionError
 from a3r.planner.offline import Reading, shown
@@ -55,6 +55,16 @@ class Wishes:
     """Wall minutes that the study may take."""
     parallel: int = 1
     """Runs side by side."""
+
+
+def flags(wishes: Mapping[str, float | None]) -> list[str]:
+    """The words of a command line that wishes the same, by the fields of `Wishes`."""
+    words: list[str] = []
+    for field in fields(Wishes):
+        wish = wishes.get(field.name)
+        name = "jobs" if field.name == "parallel" else field.name.replace("_", "-")
+        words += [] if wish is None else [f"--{name}", f"{wish:g}"]
+    return words
 
 
 def design(reading: Reading, wishes: Wishes) -> Plan:
@@ -112,7 +122,7 @@ def design(reading: Reading, wishes: Wishes) -> Plan:
             assumed_job_s=cost,
             parallel=wishes.parallel,
         ),
-        assumptions=_assumptions(reading, sizes, seeds, metric),
+        assumptions=_assumptions(reading, wishes, sizes, seeds, metric),
     )
 
 
@@ -148,10 +158,13 @@ def _controls(reading: Reading) -> tuple[dict[str, Level | None], dict[str, Leve
 
 
 def _sizes(reading: Reading, wishes: Wishes, settings: Mapping[str, Level | None]) -> _Sizes:
-    """Episodes per update and in all, such that every level divides them."""
+    """Episodes per update and in all, such that every level divides them.
+
+    Raises:
+        QuestionError: stated numbers that don't go together, or with the levels; the message says what would do.
+    """
     defaults = reading.game.settings
     usual = _int(defaults, GROUP) * _int(defaults, TASKS)
-    updates = wishes.updates or reading.counts.get("updates") or UPDATES
     stated = reading.counts.get("episodes_per_update")
     levels = [int(level) for level in reading.levels] if reading.knob.path in {GROUP, TASKS} else []
     if reading.knob.path == TASKS:
@@ -159,27 +172,66 @@ def _sizes(reading: Reading, wishes: Wishes, settings: Mapping[str, Level | None
         if stated:
             raise QuestionError("tasks per update sets the episodes per update; leave the stated number out")
         unit = math.lcm(*per_update)
-        between = unit * max(1, round(updates * usual / EVALUATIONS / unit))
-        return _Sizes(tuple(per_update), between * EVALUATIONS, between)
+        of_reference = per_update[reading.levels.index(reading.reference)]
+        total = _stated_total(reading, wishes, of_reference, f" at {reading.knob.label} {shown(reading.reference)}")
+        if total is None:
+            between = unit * max(1, round(UPDATES * usual / EVALUATIONS / unit))
+            return _Sizes(tuple(per_update), between * EVALUATIONS, between)
+        _check_whole(total, unit, f"of {', '.join(map(str, per_update))} episodes at the levels")
+        return _Sizes(tuple(per_update), total, _every(total // unit) * unit)
     if reading.knob.path == GROUP:
         unit = math.lcm(*levels)
         each = stated or unit * max(1, round(usual / unit))
         _check_divides(each, levels, "group size")
     else:
-        group = _int(settings, GROUP)
-        each = stated or group * _int(settings, TASKS)
+        group, tasks = _int(settings, GROUP), _int(settings, TASKS)
+        each = stated or group * tasks
         _check_divides(each, [group], "group size")
+        if TASKS in reading.controls and group * tasks != each:
+            raise QuestionError(
+                f"{tasks} tasks per update in groups of {group} are {group * tasks} episodes per update, not {each}; "
+                "leave one out"
+            )
     if each > MAX_EPISODES_PER_UPDATE:
         raise QuestionError(
             f"levels {', '.join(map(str, levels))} divide {each} episodes per update at the least, the limit is "
             f"{MAX_EPISODES_PER_UPDATE}; choose levels with a smaller common multiple"
         )
-    if stated_total := reading.counts.get("episodes"):
-        updates = max(1, round(stated_total / each))
+    total = _stated_total(reading, wishes, each) or UPDATES * each
+    _check_whole(total, each, f"of {each} episodes")
+    return _Sizes((each,) * len(reading.levels), total, _every(total // each) * each)
+
+
+def _stated_total(reading: Reading, wishes: Wishes, each: int, where: str = "") -> int | None:
+    """Training episodes of a run, as stated; None where neither they nor the updates are.
+
+    Args:
+        each: episodes of an update.
+        where: of which arm's updates, where arms differ in it.
+    """
+    episodes = reading.counts.get("episodes")
+    updates = wishes.updates or reading.counts.get("updates")
+    if updates is None:
+        return episodes
+    if episodes not in {None, updates * each}:
+        raise QuestionError(
+            f"{updates} updates of {each} episodes{where} are {updates * each} episodes, not {episodes}; leave one out"
+        )
+    return updates * each
+
+
+def _check_whole(total: int, unit: int, of_what: str) -> None:
+    if total % unit:
+        near = max(unit, unit * round(total / unit))
+        raise QuestionError(f"{total} episodes are no whole number of updates {of_what}; {near} would do")
+
+
+def _every(updates: int) -> int:
+    """Updates between two evaluations, so that all of them together have about `EVALUATIONS` and end with one."""
     every = max(1, round(updates / EVALUATIONS))
     while updates % every:
         every -= 1
-    return _Sizes((each,) * len(reading.levels), updates * each, every * each)
+    return every
 
 
 def _check_divides(each: int, sizes: list[int], label: str) -> None:
@@ -284,10 +336,16 @@ def _hypotheses(reading: Reading, arms: tuple[Arm, ...]) -> tuple[Hypothesis, ..
     )
 
 
-def _assumptions(reading: Reading, sizes: _Sizes, seeds: int, metric: Metric) -> tuple[Assumption, ...]:
-    said = Source.USER if reading.names_same_episodes else Source.DEFAULT
+def _assumptions(reading: Reading, wishes: Wishes, sizes: _Sizes, seeds: int, metric: Metric) -> tuple[Assumption, ...]:
+    is_stated = bool(wishes.updates) or not reading.counts.keys().isdisjoint({"episodes", "updates"})
     found = [
-        Assumption(text=f"Every run trains on {sizes.episodes} episodes, whatever its level.", source=said),
+        Assumption(
+            text="Every run trains on the same number of episodes, whatever its level.",
+            source=Source.USER if reading.names_same_episodes else Source.DEFAULT,
+        ),
+        Assumption(
+            text=f"A run trains on {sizes.episodes} episodes.", source=Source.USER if is_stated else Source.DEFAULT
+        ),
         Assumption(
             text=f"A difference of at most {metric.margin:g} ({metric.unit}) is taken not to matter.",
             source=Source.DEFAULT,
@@ -298,13 +356,16 @@ def _assumptions(reading: Reading, sizes: _Sizes, seeds: int, metric: Metric) ->
         ),
         *(Assumption(text=text, source=Source.DEFAULT) for text in reading.assumed),
     ]
+    if reading.knob.path == TASKS and (updates := wishes.updates or reading.counts.get("updates")):
+        text = f"The number of updates is {updates} at the reference; at equal episodes the other levels differ in it."
+        found.insert(2, Assumption(text=text, source=Source.DEFAULT))
     if reading.knob.path == GROUP:
         groups = ", ".join(
             f"{each // int(level)} tasks at {shown(level)}"
             for level, each in zip(reading.levels, sizes.per_update, strict=True)
         )
         found.insert(
-            1,
+            2,
             Assumption(
                 text=f"With equal episodes per update a smaller group sees more tasks: {groups} in each update.",
                 source=Source.DEFAULT,

@@ -245,6 +245,10 @@ def _counts(text: _Text, read_as: list[tuple[str, str]]) -> dict[str, int]:
             if match := rule.match(text.words[end:]):
                 if number != int(number) or number < 1:
                     raise QuestionError(f"{number:g} {name.replace('_', ' ')} can't be run; give a whole number from 1")
+                if counts.get(name, number) != number:
+                    raise QuestionError(
+                        f"the question says {counts[name]} {name.replace('_', ' ')} and {number:g}; leave one out"
+                    )
                 read_as.append((text.cross_out(start, end + match.end()), f"{name.replace('_', ' ')} = {number:g}"))
                 counts[name] = int(number)
                 break

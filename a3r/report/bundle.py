@@ -32,6 +32,7 @@ def number_of_row(row: models.Estimate) -> Number:
         se_seed=row.se_seed,
         se_eval=row.se_eval,
         inputs_sha=row.inputs_sha,
+        params=row.params,
     )
 
 
@@ -58,7 +59,7 @@ class Bundle:
     def leaf_of(self, arm: str) -> Leaf | None:
         """Where the last look's tree led for an arm; None where it was never compared."""
         for n, decision in self.decisions:
-            if n == self.look and n > 0 and (decision.comment or "").startswith(f"{arm} against "):
+            if n == self.look and n > 0 and decision.arm_key == arm:
                 return Leaf(decision.branch)
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from a3r.planner.offline import shown
 from a3r.prereg.plan import MetricKind
@@ -11,7 +11,7 @@ from a3r.report import charts
 from a3r.report.bundle import Bundle, by_arm
 from a3r.report.document import Figure
 from a3r.report.slots import Number
-from a3r.stats import t_interval
+from experiments_db.intervals import Interval, t_interval
 
 METRIC_TITLES: Mapping[MetricKind, str] = {
     MetricKind.AREA: "area under the held-out curve",
@@ -33,14 +33,14 @@ def curve_figure(bundle: Bundle) -> Figure | None:
             [next(each.mean for each in record.measurements if each.episodes == place) for record in whole]
             for place in episodes
         ]
-        bands = [t_interval(values) for values in at]
+        bands = [_band(values) for values in at]
         lines.append(
             charts.Line(
                 label=f"{bundle.plan.factor.label} {shown(arm.level)}",
                 episodes=tuple(episodes),
-                mean=tuple(mean for mean, _, _ in bands),
-                low=tuple(low if math.isfinite(low) else mean for mean, low, _ in bands),
-                high=tuple(high if math.isfinite(high) else mean for mean, _, high in bands),
+                mean=tuple(band.mean for band in bands),
+                low=tuple(band.mean if band.low is None else band.low for band in bands),
+                high=tuple(band.mean if band.high is None else band.high for band in bands),
                 seeds=tuple(
                     (
                         f"{arm.key}, seed {run.seed}" + (" (failed)" if record.failure else ""),
@@ -130,6 +130,13 @@ def told_key(look: int, numbers: Mapping[str, object]) -> str | None:
         if f"noise/smallest_difference/{name}" in numbers:
             return f"noise/smallest_difference/{name}"
     return None
+
+
+def _band(rewards: Sequence[float]) -> Interval:
+    """Of the runs' rewards at one place; there is at least one run."""
+    band = t_interval(rewards)
+    assert band is not None
+    return band
 
 
 def _ends(number: Number) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from a3r.prereg.check import Checked, check
 from a3r.report import html, markdown, write
 from a3r.report.bundle import Bundle
 from a3r.report.document import Document, Figure
-from a3r.report.slots import Source, plain
+from a3r.report.slots import Source, filled
 
 
 def files_of(bundle: Bundle, title: str) -> dict[str, str]:
@@ -57,8 +57,8 @@ def as_data(bundle: Bundle, document: Document, source: Source, checked: Checked
                 "key": claim.key,
                 "form": claim.form.value,
                 "strength": claim.strength.value,
-                "text": plain(claim.text_template, source),
-                "caveats": [plain(caveat, source) for caveat in claim.caveats],
+                "text": filled(claim.text_template, source),
+                "caveats": [filled(caveat, source) for caveat in claim.caveats],
                 "estimates": dict(claim.slots),
             }
             for claim in bundle.claims

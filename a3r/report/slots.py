@@ -13,13 +13,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, assert_never
 
 from a3r.errors import ReportError
 
 SLOT = re.compile(r"\{\{(?P<kind>[ef]):(?P<name>[^{}|]+?)(?:\|(?P<how>[a-z]+))?\}\}")
-FIELDS = ("value", "ci", "p", "p_adj", "level", "n_seeds", "n_items", "se_seed", "se_eval")
 MINUS = "−"
+
+
+class Field(StrEnum):
+    """What a slot can ask of an estimate."""
+
+    VALUE = "value"
+    CI = "ci"
+    P = "p"
+    P_ADJ = "p_adj"
+    LEVEL = "level"
+    N_SEEDS = "n_seeds"
+    N_ITEMS = "n_items"
+    SE_SEED = "se_seed"
+    SE_EVAL = "se_eval"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,8 @@ class Number:
     se_seed: float | None
     se_eval: float | None
     inputs_sha: str | None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """What else its row says, such as `censored`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +96,7 @@ def resolve(text: str, source: Source) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def plain(text: str, source: Source) -> str:
+def filled(text: str, source: Source) -> str:
     """The text with every slot filled in, as one string."""
     return "".join(piece.text for piece in resolve(text, source))
 
@@ -100,34 +117,40 @@ def _fill(kind: str, name: str, how: str | None, source: Source) -> Piece:
         if name not in source.facts:
             raise ReportError(f"the slot {{{{f:{name}}}}} names no fact of this study")
         return Piece(source.facts[name])
-    key, _, field = name.rpartition(".")
+    key, _, asked = name.rpartition(".")
     number = source.estimates.get(key)
     if number is None:
         raise ReportError(f"the slot {{{{e:{name}}}}} names no estimate of this study")
-    if field not in FIELDS:
-        raise ReportError(f"the slot {{{{e:{name}}}}} asks for {field!r}; an estimate has {', '.join(FIELDS)}")
-    return Piece(_write(number, field, how), key)
+    if asked not in list(Field):
+        raise ReportError(f"the slot {{{{e:{name}}}}} asks for {asked!r}; an estimate has {', '.join(Field)}")
+    return Piece(_write(number, Field(asked), how), key)
 
 
-def _write(number: Number, field: str, how: str | None) -> str:
-    match field:
-        case "value":
+def _write(number: Number, asked: Field, how: str | None) -> str:
+    match asked:
+        case Field.VALUE:
             return amount(number.value, number.unit, how)
-        case "ci":
+        case Field.CI:
             low, high = number.bounds
             return (
                 f"[{amount(low, number.unit, how, missing=MINUS + '∞')}, {amount(high, number.unit, how, missing='∞')}]"
             )
-        case "p" | "p_adj":
-            return p_value(number.p if field == "p" else number.p_adj)
-        case "level":
+        case Field.P:
+            return p_value(number.p)
+        case Field.P_ADJ:
+            return p_value(number.p_adj)
+        case Field.LEVEL:
             return f"{number.level * 100:.4g}%"
-        case "se_seed" | "se_eval":
-            return amount(number.se_seed if field == "se_seed" else number.se_eval, number.unit, how)
-        case "n_seeds":
+        case Field.SE_SEED:
+            return amount(number.se_seed, number.unit, how)
+        case Field.SE_EVAL:
+            return amount(number.se_eval, number.unit, how)
+        case Field.N_SEEDS:
             return str(number.n_seeds)
-        case _:
+        case Field.N_ITEMS:
             return str(number.n_items)
+        case never:
+            assert_never(never)
 
 
 def amount(value: float | None, unit: str, how: str | None = None, *, missing: str = "–") -> str:

@@ -7,31 +7,28 @@ else says what was done.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
+from a3r.planner.design import flags
 from a3r.planner.offline import shown
 from a3r.prereg.check import Checked
 from a3r.prereg.plan import MetricKind, Plan, Source
-from a3r.prereg.tree import CanAddSeeds, Equivalent, FailedRateAbove, Inferior, Leaf, Node, Superior
+from a3r.prereg.tree import Always, CanAddSeeds, Equivalent, FailedRateAbove, Inferior, Leaf, Node, Superior
 from a3r.report.bundle import Bundle, by_arm
 from a3r.report.document import Block, Bullets, Document, Paragraph, Section, Table, Tone, Verbatim
 from a3r.report.facts import facts_of
 from a3r.report.figures import METRIC_TITLES, curve_figure, dot_figure, gap_figure
 from a3r.report.slots import Source as Slots
-from experiments_db.models import ClaimForm, ExperimentStatus
+from experiments_db.intervals import LEVEL
+from experiments_db.models import ClaimForm, ClaimStrength, ExperimentStatus
 
-VERDICTS: Mapping[Leaf, str] = {
-    Leaf.SUPERIOR: "Superior",
-    Leaf.INFERIOR: "Inferior",
-    Leaf.EQUIVALENT: "Equivalent",
-    Leaf.INCONCLUSIVE: "Inconclusive",
-    Leaf.TOO_MANY_FAILURES: "Too many failed runs",
-}
-STRENGTHS = {
-    "confirmed": "Confirmed: on fresh seeds and the sealed split.",
-    "supported": "Supported: planned before the runs, judged by the locked tree, over several seeds.",
-    "exploratory": "Exploratory: worth a study of its own.",
-    "descriptive": "Descriptive: what was seen in these runs, and no more.",
+STRENGTHS: Mapping[ClaimStrength, str] = {
+    ClaimStrength.CONFIRMED: "Confirmed: on fresh seeds and the sealed split.",
+    ClaimStrength.SUPPORTED: "Supported: planned before the runs, judged by the locked tree, over several seeds.",
+    ClaimStrength.EXPLORATORY: "Exploratory: worth a study of its own.",
+    ClaimStrength.DESCRIPTIVE: "Descriptive: what was seen in these runs, and no more.",
 }
 """What each strength means, strongest first."""
 
@@ -161,8 +158,10 @@ def _test(node: Node) -> str:
             return f"gain within ±{{{{f:margin}}}} by one-sided tests at {{{{f:node/{node.id}/alpha}}}} each"
         case CanAddSeeds():
             return "extra seeds are left and fit the budget"
-        case _:
+        case Always():
             return "always"
+        case never:
+            assert_never(never)
 
 
 def _design(bundle: Bundle) -> Section:
@@ -375,7 +374,7 @@ def trace_rows(bundle: Bundle) -> list[dict[str, str]]:
     """Every node of every decision, as texts."""
     found: list[dict[str, str]] = []
     for stage, decision in bundle.decisions:
-        arm = (decision.comment or bundle.plan.reference.key).partition(" against ")[0]
+        arm = decision.arm_key or bundle.plan.reference.key
         for place, visited in enumerate(decision.predicate_trace):
             is_last = place == len(decision.predicate_trace) - 1
             branch = decision.branch.replace("_", " ") if is_last else ""
@@ -396,7 +395,7 @@ def trace_rows(bundle: Bundle) -> list[dict[str, str]]:
 def _claims(bundle: Bundle) -> Section:
     blocks: list[Block] = []
     for strength, meaning in STRENGTHS.items():
-        texts = [claim.text_template for claim in bundle.claims if claim.strength.value == strength]
+        texts = [claim.text_template for claim in bundle.claims if claim.strength is strength]
         if texts:
             blocks.append(Paragraph(meaning, Tone.NOTE))
             blocks.append(Bullets(tuple(texts), Tone.CLAIM))
@@ -471,13 +470,14 @@ def _cost() -> Section:
 def _reproduce(bundle: Bundle) -> Section:
     study = bundle.study.id
     first = bundle.runs[0] if bundle.runs else None
+    again = shlex.join(["a3r", "research", "--yes", *flags(bundle.study.wishes), "--", bundle.study.question])
     lines = [
         f"a3r verify {study}        # every number again, from the scores of the held-out games",
         f"a3r show {study}",
-        f'a3r research --yes "{bundle.study.question}"        # the study again, with new samples',
+        f"{again}        # the study again, with new samples",
     ]
     if first:
-        project = first.run_dir.parent.parent / "projects" / first.arm
+        project = shlex.quote(str(first.run_dir.parent.parent / "projects" / first.arm))
         lines.append(f"cd {project} && python train.py --run-dir NEW_FOLDER --seed {first.seed}        # one run")
     environment = json.dumps(bundle.study.env_fingerprint, indent=1, sort_keys=True, ensure_ascii=False)
     return Section("reproduce", "Reproduce", (Verbatim("\n".join(lines)), Verbatim(environment, summary="Environment")))
@@ -517,7 +517,7 @@ def extra_facts(bundle: Bundle, checked: Checked) -> dict[str, str]:
         "levels": ", ".join(shown(level) for level in plan.factor.levels),
         "temperature": f"{plan.metric.temperature:g}",
         "metric_long": _metric_in_words(plan),
-        "level_arm": "95%",
+        "level_arm": f"{LEVEL * 100:g}%",
         "level_equivalence": f"{(1 - 2 * (1 - plan.level)) * 100:g}%",
         "num_worlds": str(next((each.num_studies for each in checked.simulated.values()), 0)),
         "tasks_note": _tasks_note(plan),
@@ -596,6 +596,8 @@ def _metric_in_words(plan: Plan) -> str:
                 f"training episodes until the held-out curve first reaches {plan.metric.threshold:g}; a run that does "
                 f"not counts as {plan.controls.episodes}, and is marked"
             )
+        case never:
+            assert_never(never)
 
 
 def _if(slot: str, exists: bool) -> str:
@@ -603,11 +605,7 @@ def _if(slot: str, exists: bool) -> str:
 
 
 def _censored(bundle: Bundle, arm: str, seed: int) -> str:
-    plan = bundle.plan
-    if plan.metric.kind is not MetricKind.EPISODES_TO:
-        return ""
-    value = bundle.numbers[f"run/{arm}/s{seed}"].value
-    return "not reached" if value == float(plan.controls.episodes) else ""
+    return "not reached" if bundle.numbers[f"run/{arm}/s{seed}"].params.get("censored") else ""
 
 
 def verdicts(bundle: Bundle) -> Sequence[tuple[str, Leaf]]:

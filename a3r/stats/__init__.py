@@ -4,10 +4,10 @@ The unit of inference is the training run, one per seed. Games and episodes make
 count as runs.
 """
 
-from a3r.stats.compare import Comparison, holm, paired_t, t_interval, welch_t
+from a3r.stats.compare import Comparison, holm, mean_of, paired_t, welch_t
 from a3r.stats.curves import Curve, Reached, area_under, episodes_to, final_reward
 from a3r.stats.failures import Rate, failure_rate, with_worst
-from a3r.stats.power import Spread, power_of, seeds_needed, smallest_difference, spread
+from a3r.stats.power import Spread, power_of, smallest_difference, spread
 
 __all__ = [
     "Comparison",
@@ -20,12 +20,11 @@ __all__ = [
     "failure_rate",
     "final_reward",
     "holm",
+    "mean_of",
     "paired_t",
     "power_of",
-    "seeds_needed",
     "smallest_difference",
     "spread",
-    "t_interval",
     "welch_t",
     "with_worst",
 ]

@@ -11,7 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import stdtr, stdtrit
+from scipy.special import stdtr
+
+from experiments_db.intervals import LEVEL, half_width, standard_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Comparison:
         """Whether there is a spread to judge by: more than one value, and not all the same."""
         return self.se is not None and self.se > 0 and math.isfinite(self.value)
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
+    def interval(self, level: float = LEVEL) -> tuple[float, float]:
         """Ends of the two-sided interval; infinite where there is no standard error.
 
         Args:
@@ -39,7 +41,7 @@ class Comparison:
         """
         if self.se is None:
             return (-math.inf, math.inf)
-        half = float(stdtrit(self.df, (1 + level) / 2)) * self.se
+        half = half_width(self.se, self.df, level)
         return (self.value - half, self.value + half)
 
     def p_value(self) -> float:
@@ -67,16 +69,6 @@ class Comparison:
         return float(max(above_low, below_high))
 
 
-def t_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """Mean of independent values and the ends of its interval.
-
-    Raises:
-        ValueError: there is no value.
-    """
-    comparison = mean_of(values)
-    return (comparison.value, *comparison.interval(level))
-
-
 def mean_of(values: Sequence[float]) -> Comparison:
     """Mean of independent values.
 
@@ -86,13 +78,7 @@ def mean_of(values: Sequence[float]) -> Comparison:
     if not values:
         raise ValueError("the mean of no value does not exist; did every run fail?")
     n = len(values)
-    mean = math.fsum(values) / n
-    if n == 1:
-        return Comparison(mean, None, 0, 1)
-    # Equal values have no spread at all; rounding of their mean would leave a crumb of one.
-    is_constant = max(values) - min(values) <= 1e-12 * max(1.0, *map(abs, values))
-    variance = 0.0 if is_constant else math.fsum((value - mean) ** 2 for value in values) / (n - 1)
-    return Comparison(mean, math.sqrt(variance / n), n - 1, n)
+    return Comparison(math.fsum(values) / n, standard_error(values), n - 1, n)
 
 
 def paired_t(treated: Sequence[float], reference: Sequence[float]) -> Comparison:

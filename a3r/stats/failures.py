@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from scipy.special import betaincinv
 
+from experiments_db.intervals import LEVEL
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -27,7 +29,7 @@ def with_worst(values: Sequence[float | None], worst: float) -> list[float]:
     return [value if value is not None and math.isfinite(value) else worst for value in values]
 
 
-def failure_rate(failed: int, runs: int, level: float = 0.95) -> Rate:
+def failure_rate(failed: int, runs: int, level: float = LEVEL) -> Rate:
     """Share of runs that failed.
 
     Raises:

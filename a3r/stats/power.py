@@ -16,6 +16,8 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import chdtri, ndtr, stdtrit
 
+from experiments_db.intervals import LEVEL
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -23,12 +25,12 @@ class Spread:
 
     sd: float
     low: float
-    """Lower end of its 95% interval by chi-squared; with few seeds the interval is wide, and says so."""
+    """Lower end of its interval by chi-squared; with few seeds the interval is wide, and says so."""
     high: float
     n: int
 
 
-def spread(values: Sequence[float], level: float = 0.95) -> Spread:
+def spread(values: Sequence[float], level: float = LEVEL) -> Spread:
     """Standard deviation over seeds with its interval (normal theory).
 
     Raises:
@@ -78,22 +80,6 @@ def smallest_difference(sd: float, seeds: int, *, alpha: float = 0.05, power: fl
     while power_of(top, sd, seeds, alpha=alpha) < power:
         top *= 2
     return float(brentq(lambda difference: power_of(difference, sd, seeds, alpha=alpha) - power, 0.0, top, xtol=1e-9))
-
-
-def seeds_needed(
-    difference: float, sd: float, *, alpha: float = 0.05, power: float = 0.8, most: int = 1000
-) -> int | None:
-    """Fewest seeds per arm that find `difference` with probability `power`; None where even `most` do not."""
-    low, high = 2, most
-    if power_of(difference, sd, high, alpha=alpha) < power:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if power_of(difference, sd, middle, alpha=alpha) >= power:
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 @lru_cache(maxsize=64)

@@ -147,11 +147,9 @@ class Lab:
         )
 
     def begin(self, question: str, **wishes: Any) -> str:
-        study = store.create_study(self.deps.database, question, {"python": "3"}, GRAPH_VERSION)
-        paths = self.deps.home.study(study)
-        paths.root.mkdir(parents=True)
         asked = {"seeds": None, "extra_seeds": 2, "updates": 5, "eval_games": 10, "minutes": None, "parallel": 2}
-        supervise.write_whole(paths.request, {"question": question, "wishes": asked | wishes})
+        study = store.create_study(self.deps.database, question, {"python": "3"}, GRAPH_VERSION, asked | wishes)
+        self.deps.home.study(study).root.mkdir(parents=True)
         return study
 
     def go(self, study: str, *, is_approved: bool = True) -> StudyStatus:

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from experiments_db.engine import open_database
+from experiments_db.models import EvalRun, MetricPoint
+from experiments_db.writes import create_single_run
+
 EXAMPLE = "Does a group size of 8 learn tic-tac-toe faster than 4 at the same number of episodes?"
 
 
@@ -73,9 +77,80 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
 def test_json_is_one_event_a_line(tmp_path):
     done = a3r(tmp_path, "research", "--dry-run", "--json", "--jobs", "2", EXAMPLE)
     events = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [event["event"] for event in events] == ["scope", "checked"]
+    assert [event["event"] for event in events] == ["scope", "checked", "result"]
+    assert events[2]["plan_sha256"] == events[1]["plan_sha256"]
     assert events[1]["plan"]["seeds"] == [1, 2, 3]
     assert all(check["is_ok"] for check in events[1]["checks"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("research", "--yes", "Does 8 beat 4 at chess?"), 2, "names no template"),
+        (("research", "--yes", "--seeds", "1", EXAMPLE), 2, "--seeds"),
+        (("research", "--yes", "--no-such-flag", EXAMPLE), 2, "--no-such-flag"),
+        (("verify", "01NOSUCHSTUDY"), 2, "is no study here"),
+        (("compare", "01NOSUCHRUN"), 1, "there is no run"),
+    ],
+)
+def test_an_error_is_a_json_line_where_json_is_asked_for(tmp_path, words, code, said):
+    done = a3r(tmp_path, *words, "--json")
+    assert done.returncode == code
+    (event,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert event["event"] == "error"
+    assert said in event["message"]
+
+
+def test_a_run_and_its_picture_are_json_lines_with_the_result_last(tmp_path):
+    with open_database(home=tmp_path / "home") as database, database.write() as session:
+        runs = [create_single_run(session, "vibe", "Play nim", "nim", {"size": size}) for size in (3, 4)]
+        for run in runs:
+            session.add(MetricPoint(experiment_id=run, name="loss", step=1, value=0.5))
+            session.add(EvalRun(experiment_id=run, step=0, split_name="heldout"))
+    home = ("--home", str(tmp_path / "home"), "--json")
+
+    def events(*words: str) -> list[dict[str, object]]:
+        done = a3r(tmp_path, *words, *home)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    (listed,) = events("runs")
+    assert listed["event"] == "result"
+    assert len(listed["runs"]) == 2
+    for words in (("show", runs[0]), ("compare", *runs, "--metric", "loss")):
+        (result,) = events(*words)
+        curves, again = events(*words, "--plot", str(tmp_path / "c.png"))
+        assert curves == {"event": "curves", "path": str(tmp_path / "c.png")}
+        assert again == result
+        assert result["event"] == "result"
+
+
+def test_the_database_may_lie_elsewhere(tmp_path):
+    url = f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    with open_database(url) as database, database.write() as session:
+        runs = [create_single_run(session, "vibe", "Play nim", "nim", {"size": size}) for size in (3, 4)]
+    for words in (("runs",), ("show", runs[0]), ("compare", *runs)):
+        done = a3r(tmp_path, *words, "--db", url, "--json")
+        assert runs[0] in done.stdout, done.stderr
+    done = a3r(tmp_path, "resume", "01NOSUCHSTUDY", "--db", "mysql://here/there")
+    assert (done.returncode, "mysql is not supported" in done.stderr) == (1, True)
+    assert not (tmp_path / ".a3r").exists()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_is_explained(as_json):
+    code = (
+        "import sys, a3r.asking\n"
+        "def interrupted(*_, **__): raise KeyboardInterrupt\n"
+        "a3r.asking.understand = interrupted\n"
+        "from a3r.cli import main\n"
+        "sys.exit(main())\n"
+    )
+    words = ["research", EXAMPLE, *(["--json"] if as_json else [])]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr.startswith("error: stopped; no job was running.")
+    assert bool(done.stdout) is as_json
 
 
 @pytest.mark.parametrize("command", ["resume", "verify"])

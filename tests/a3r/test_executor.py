@@ -107,6 +107,26 @@ def test_no_more_jobs_run_at_once_than_there_are_places_and_they_run_in_order(tm
         time.sleep(0.02)
 
 
+def test_jobs_that_ended_long_ago_are_not_looked_at_again(tmp_path):
+    executor = LocalExecutor(tmp_path / "jobs", slots=1)
+    executor.submit("old", spec(tmp_path, "pass"))
+    wait(executor, "old", ended)
+    for name in ("spec.json", "pid.json"):
+        (tmp_path / "jobs" / "old" / name).write_text("{")
+    executor.submit("new", spec(tmp_path, "pass"))
+    assert wait(executor, "new", ended).state is JobState.SUCCEEDED
+    assert wait(LocalExecutor(tmp_path / "jobs", slots=1), "new", ended).state is JobState.SUCCEEDED
+
+
+def test_a_running_job_that_nobody_asks_about_takes_its_place(tmp_path):
+    executor = LocalExecutor(tmp_path / "jobs", slots=1)
+    for key in ("one", "two"):
+        executor.submit(key, spec(tmp_path, "import time; time.sleep(300)"))
+    wait(executor, "one", lambda status: status.state is JobState.RUNNING)
+    assert executor.poll(["two"])["two"].state is JobState.QUEUED
+    executor.cancel(["one", "two"])
+
+
 def test_a_job_over_its_time_limit_is_ended_with_everything_it_started(tmp_path):
     executor = LocalExecutor(tmp_path / "jobs", slots=1)
     # The grandchild hides in a session of its own and ignores the polite signal.

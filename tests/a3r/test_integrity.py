@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import time
 from pathlib import Path
 
 import pytest
 
-from a3r import store
+from a3r import estimates, store
+from a3r.analysis import contrasts
 from a3r.estimates import Measurement, RunRecord
 from a3r.executor import JobState, JobStatus
 from a3r.integrity import Facts, check_run, check_seeds
+from a3r.planner.design import design
+from a3r.planner.offline import read
+from a3r.prereg.check import check
+from a3r.prereg.simulate import simulate
+from a3r.prereg.tree import decide
 from a3r.progress import Place, Tails, time_left
+from a3r.stats import paired_t
+from experiments_db.intervals import t_interval
 from experiments_db.models import ExperimentStatus, Severity
 from experiments_db.models import JobState as RowState
 
@@ -55,6 +65,15 @@ def test_each_deviation_is_found(plan):
     assert problems(plan, record(), Facts(None, 256, ())) == [("config", Severity.MEDIUM)]
 
 
+@pytest.mark.parametrize(
+    ("lost", "found"),
+    [(0, []), (1, [("not finite", Severity.MEDIUM)]), (4, [("not finite", Severity.HIGH)])],
+)
+def test_updates_without_a_finite_gradient_are_found_and_where_there_is_no_other_the_run_failed(plan, lost, found):
+    seen = dataclasses.replace(facts(plan), num_gradients=4, num_not_finite_gradients=lost)
+    assert problems(plan, record(), seen) == found
+
+
 def test_one_game_in_twenty_may_be_missing(plan):
     assert problems(plan, record(games=19), facts(plan)) == []
 
@@ -64,6 +83,29 @@ def test_seeds_that_are_copies_of_each_other_are_found():
     copy = RunRecord("f", "group_size=8", 2, record(seed=1).measurements)
     (problem,) = check_seeds([record(seed=1), copy])
     assert "seeds 1 and 2" in problem.message
+
+
+def test_copies_are_found_whatever_lies_between_them_and_in_whatever_stage_they_ran():
+    def copy(seed: int) -> RunRecord:
+        return dataclasses.replace(record(seed=1), seed=seed)
+
+    (problem,) = check_seeds([record(seed=1), record(seed=2), copy(3)])
+    assert "seeds 1 and 3" in problem.message
+    (problem,) = check_seeds([copy(4), copy(5)], [record(seed=1), record(seed=2)])
+    assert "seeds 1 and 4 and 5" in problem.message
+    assert check_seeds([record(seed=4)], [record(seed=1), copy(2)]) == [], "found in the stage of both"
+    other = dataclasses.replace(copy(2), arm="group_size=4")
+    assert check_seeds([record(seed=1), other]) == []
+
+
+@pytest.mark.parametrize(
+    "part", [design, read, check, decide, simulate, estimates.comparison, contrasts, paired_t, t_interval, check_run]
+)
+def test_the_hash_of_a_study_covers_what_plans_and_decides(part):
+    source = Path(inspect.getsourcefile(part))
+    top = Path(estimates.__file__).parent.parent
+    files = {path for pattern in estimates.STUDY_CODE for path in top.glob(pattern)}
+    assert source in files
 
 
 def test_the_tail_of_a_job_is_read_line_by_line_and_noise_is_skipped(tmp_path):

@@ -156,7 +156,9 @@ def test_the_example_fixes_what_it_says_in_every_arm(plan_of):
     assert plan.seeds == (1, 2, 3)
     assert plan.metric.kind is AREA
     assert any("16 tasks at 4" in each.text for each in plan.assumptions)
-    assert any("1600 episodes" in each.text and each.source is Source.USER for each in plan.assumptions)
+    sources = {each.text: each.source for each in plan.assumptions}
+    assert sources["Every run trains on the same number of episodes, whatever its level."] is Source.USER
+    assert sources["A run trains on 1600 episodes."] is Source.DEFAULT, "the question names no number"
     assert check(plan).failures == ()
 
 
@@ -207,6 +209,59 @@ def test_a_level_that_fights_with_a_stated_number_of_episodes_is_refused(plan_of
         QuestionError, match=re.escape("group size 6 does not divide 64 episodes per update; 66 would do")
     ):
         plan_of("Does a group size of 6 learn tictactoe faster than 4 with 64 episodes per update?")
+
+
+TASKS = "Does tic-tac-toe learn faster with 4 tasks per update than with 8"
+
+
+@pytest.mark.parametrize(
+    ("question", "wishes", "episodes", "between"),
+    [
+        ("With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?", {}, 1280, 256),
+        ("With 1280 episodes and 20 updates, does a group size of 8 learn tictactoe faster than 4?", {}, 1280, 256),
+        ("With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?", {"updates": 20}, 1280, 256),
+        # Updates of 32 and 64 episodes: 960 are 30 and 15; 15 units of 64 are evaluated every 3.
+        (f"{TASKS} on 960 training episodes?", {}, 960, 192),
+        (f"{TASKS} in 15 updates?", {}, 960, 192),
+        (f"{TASKS}?", {"updates": 15}, 960, 192),
+    ],
+)
+def test_stated_episodes_and_updates_are_what_is_run(plan_of, question, wishes, episodes, between):
+    plan = plan_of(question, **wishes)
+    assert (plan.controls.episodes, plan.controls.episodes_between_evaluations) == (episodes, between)
+    sources = {each.text: each.source for each in plan.assumptions}
+    assert sources[f"A run trains on {episodes} episodes."] is Source.USER
+    assert check(plan, num_studies=20).failures == ()
+
+
+@pytest.mark.parametrize(
+    ("question", "wishes", "why"),
+    [
+        ("With 1000 episodes, does a group size of 8 learn tictactoe faster than 4?", {}, "1024 would do"),
+        ("With 10 episodes, does a group size of 8 learn tictactoe faster than 4?", {}, "64 would do"),
+        (f"{TASKS} on 1000 training episodes?", {}, "of 32, 64 episodes at the levels; 1024 would do"),
+        (
+            "With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?",
+            {"updates": 8},
+            "8 updates of 64 episodes are 512 episodes, not 1280; leave one out",
+        ),
+        (
+            f"{TASKS} on 960 training episodes in 30 updates?",
+            {},
+            "30 updates of 64 episodes at tasks per update 8 are 1920 episodes, not 960",
+        ),
+        (
+            "With 5 tasks per update and 64 episodes per update, does a learning rate of 3e-3 learn tictactoe faster "
+            "than 1e-3?",
+            {},
+            "are 40 episodes per update, not 64",
+        ),
+        ("With 3 seeds, does a group size of 8 learn tictactoe faster than 4 with 5 seeds?", {}, "3 seeds and 5"),
+    ],
+)
+def test_numbers_that_do_not_go_together_are_refused_with_what_would(plan_of, question, wishes, why):
+    with pytest.raises(QuestionError, match=re.escape(why)):
+        plan_of(question, **wishes)
 
 
 def test_group_size_and_tasks_together_are_refused(plan_of):

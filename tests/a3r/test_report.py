@@ -14,7 +14,7 @@ from a3r.errors import ReportError
 from a3r.prereg.tree import Leaf
 from a3r.report import charts, html, lint, markdown
 from a3r.report.document import Bullets, Document, Paragraph, Section, Table, Tone, Verbatim
-from a3r.report.slots import Number, Source, amount, p_value, plain, resolve
+from a3r.report.slots import Number, Source, amount, filled, p_value, resolve
 from experiments_db.models import ClaimStrength
 
 
@@ -69,7 +69,7 @@ SOURCE = Source(
     ],
 )
 def test_a_slot_is_filled_from_its_row(text, shown):
-    assert plain(text, SOURCE) == shown
+    assert filled(text, SOURCE) == shown
 
 
 @pytest.mark.parametrize("text", ["{{e:other.value}}", "{{e:gain.mood}}", "{{f:weather}}"])

@@ -18,12 +18,11 @@ from a3r.stats import (
     failure_rate,
     final_reward,
     holm,
+    mean_of,
     paired_t,
     power_of,
-    seeds_needed,
     smallest_difference,
     spread,
-    t_interval,
     welch_t,
     with_worst,
 )
@@ -33,20 +32,21 @@ rewards = st.floats(-1, 1, allow_nan=False)
 
 def test_a_t_interval_of_one_two_three_is_two_plus_minus_2_48():
     # sd 1, se 1/sqrt(3) = 0.57735, t(0.975, 2) = 4.30265: half width 2.48414.
-    mean, low, high = t_interval([1.0, 2.0, 3.0])
-    assert mean == 2.0
+    mean = mean_of([1.0, 2.0, 3.0])
+    low, high = mean.interval()
+    assert mean.value == 2.0
     assert low == pytest.approx(2 - 2.48414, abs=1e-5)
     assert high == pytest.approx(2 + 2.48414, abs=1e-5)
 
 
 def test_one_run_has_no_interval():
-    assert t_interval([0.5]) == (0.5, -math.inf, math.inf)
+    assert mean_of([0.5]).interval() == (-math.inf, math.inf)
     assert paired_t([0.5], [0.1]).p_value() == 1.0
 
 
 def test_no_run_has_no_mean():
     with pytest.raises(ValueError, match="did every run fail"):
-        t_interval([])
+        mean_of([])
 
 
 def test_a_paired_difference_uses_the_pairs():
@@ -209,13 +209,6 @@ def test_power_agrees_with_scipy_where_scipy_has_a_value(df, shift):
     critical = reference.t.ppf(0.975, df)
     expected = reference.nct.sf(critical, df, shift) + reference.nct.cdf(-critical, df, shift)
     assert power_of(shift * math.sqrt(2 / (df + 1)), 1.0, df + 1) == pytest.approx(float(expected), abs=1e-5)
-
-
-def test_seeds_needed_is_the_first_number_with_enough_power():
-    needed = seeds_needed(0.05, 0.03)
-    assert needed is not None
-    assert power_of(0.05, 0.03, needed) >= 0.8 > power_of(0.05, 0.03, needed - 1)
-    assert seeds_needed(1e-6, 1.0) is None
 
 
 def test_power_is_what_simulation_says():

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sqlmodel import func, select
+from sqlmodel import col, delete, func, select
 
 from a3r import store
 from a3r.errors import A3RError, PlanError, StoppedError, StudyBusyError, StudyVersionError
@@ -30,10 +31,23 @@ from a3r.graph.lease import lease
 from a3r.integrity import check_seeds
 from a3r.prereg.tree import Leaf
 from a3r.report import bundle as bundles
-from a3r.report import write
+from a3r.report import publish, write
+from a3r.research import verify_study
 from a3r.verify import verify
 from experiments_db.errors import ConflictError
-from experiments_db.models import Claim, Decision, EvalItem, ExperimentStatus, Job, JobState, Study, StudyStatus
+from experiments_db.models import (
+    Claim,
+    ClaimEvidence,
+    Decision,
+    Estimate,
+    EvalItem,
+    Experiment,
+    ExperimentStatus,
+    Job,
+    JobState,
+    Study,
+    StudyStatus,
+)
 
 HERE = Path(__file__).parent
 EXAMPLE = "Does a group size of 8 learn tic-tac-toe faster than 4 at the same number of episodes?"
@@ -55,7 +69,7 @@ def lab_in(fake_lab, tmp_path):
     made: list[Any] = []
 
     def make(effects: dict[str, Any] | None = None, **more: Any) -> Any:
-        made.append(fake_lab.Lab(tmp_path / "home", effects, **more))
+        made.append(fake_lab.Lab(tmp_path / "a home", effects, **more))
         return made[-1]
 
     yield make
@@ -120,6 +134,26 @@ def test_a_budget_that_is_used_up_adds_no_seeds(plan_of):
     assert affordable(plan, [run], stage=2) == (False, "no seeds are left to add")
 
 
+def test_a_run_may_be_lost_twice_however_often_the_user_stopped_it(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    states = [JobState.CANCELLED] * 4 + [JobState.LOST, JobState.LOST]
+    with lab.deps.database.write() as session:
+        run = session.exec(select(Experiment.id).order_by(Experiment.id)).first()
+        assert run
+        for attempt, state in enumerate(states, 2):
+            session.add(Job(experiment_id=run, attempt=attempt, key=f"{run}.{attempt}", state=state))
+
+    def view() -> store.RunView:
+        return next(each for each in store.runs(lab.deps.database, study) if each.experiment_id == run)
+
+    assert (view().attempt, view().num_lost, view().wants_another_attempt) == (7, 2, True)
+    with lab.deps.database.write() as session:
+        session.add(Job(experiment_id=run, attempt=8, key=f"{run}.8", state=JobState.PREEMPTED))
+    assert (view().num_lost, view().is_settled) == (3, True)
+
+
 def test_failing_runs_are_counted_and_decide_nothing(lab_in):
     lab = lab_in({"group_size=8": {"fail_seeds": [1, 2, 3], "rise": 0.9}})
     study = lab.begin(EXAMPLE)
@@ -172,6 +206,19 @@ def test_a_run_with_another_config_is_quarantined(lab_in):
     assert "learning_rate is 0.5, planned 0.001" in loaded.findings[0].message
 
 
+def test_a_run_that_diverged_counts_as_failed_and_one_that_lost_an_update_is_doubted(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6, "bad_steps": [1, 2, 3, 4, 5]}, "group_size=4": {"bad_steps": [3]}})
+    study = lab.begin(EXAMPLE)
+    assert lab.go(study) is StudyStatus.DONE
+    loaded = bundles.load(lab.deps.database, study)
+    assert leaf_of(lab, study) is Leaf.TOO_MANY_FAILURES
+    assert {run.status.value for run in loaded.runs if run.arm == "group_size=8"} == {"quarantined"}
+    assert {run.status.value for run in loaded.runs if run.arm == "group_size=4"} == {"done"}
+    messages = [(finding.severity.value, finding.message) for finding in loaded.findings]
+    assert messages.count(("high", "the gradient of all 5 updates was not finite, so training diverged")) == 3
+    assert messages.count(("medium", "the gradient of 1 of 5 updates was not finite, so they changed no weight")) == 3
+
+
 def test_two_identical_seeds_are_noticed(lab_in):
     lab = lab_in({"group_size=8": {"rise": 0.6}})
     study = lab.begin(EXAMPLE)
@@ -180,6 +227,16 @@ def test_two_identical_seeds_are_noticed(lab_in):
     assert check_seeds(records) == []
     (problem,) = check_seeds([*records, records[0]])
     assert "same scores" in problem.message
+
+
+def test_a_seed_that_copies_one_of_an_earlier_stage_is_noticed(lab_in):
+    lab = lab_in({"*": {"sd": 0.08}, "group_size=4": {"copies": {"4": 2}}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    loaded = bundles.load(lab.deps.database, study)
+    assert loaded.look == 2
+    found = [finding.message for finding in loaded.findings]
+    assert found == ["seeds 2 and 4 of group_size=4 gave the same scores, game by game"]
 
 
 def test_a_turned_down_plan_runs_nothing(lab_in):
@@ -240,6 +297,113 @@ def test_verify_notices_a_decision_that_the_tree_did_not_take(lab_in):
     assert checks(lab, study)["decisions"] is False
 
 
+def test_verify_says_each_check_and_the_result_last(lab_in, capsys):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    assert verify_study(study, home=lab.deps.home.root, db=None, as_json=True) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert events[-1] == {"event": "result", "study": study, "is_ok": True}
+    assert {event["event"] for event in events[:-1]} == {"check"}
+
+
+TAMPERED_NUMBERS = {
+    "se_eval": 0.5,
+    "n_seeds": 30,
+    "n_items": 1000,
+    "level": 0.5,
+    "params": {"failed": 0},
+    "method": "guess",
+    "estimand": "luck",
+    "unit": "points",
+}
+
+
+@pytest.mark.parametrize(("column", "value"), TAMPERED_NUMBERS.items())
+def test_verify_notices_a_number_whose_row_was_changed(lab_in, column, value):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    with lab.deps.database.write() as session:
+        row = session.exec(select(Estimate).where(Estimate.key == "run/group_size=8/s1")).one()
+        setattr(row, column, value)
+        session.add(row)
+    assert checks(lab, study)["numbers"] is False
+
+
+def test_verify_notices_every_change_of_a_claim_and_of_a_way_through_the_tree(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    database = lab.deps.database
+    changes = {"caveats": ["It rained."], "slots": {}, "hypothesis_id": None, "text_template": "Eight wins."}
+    for column, value in changes.items():
+        with database.write() as session:
+            claim = session.exec(select(Claim).where(Claim.key == "group_size=8")).one()
+            before = getattr(claim, column)
+            setattr(claim, column, value)
+        assert checks(lab, study)["claims"] is False, column
+        with database.write() as session:
+            setattr(session.exec(select(Claim).where(Claim.key == "group_size=8")).one(), column, before)
+    assert all(checks(lab, study).values())
+    with database.write() as session:
+        extra = Claim(
+            study_id=study, key="more", form="descriptive", text_template="All is well.", strength="supported"
+        )
+        session.add(extra)
+    assert checks(lab, study)["claims"] is False
+    with database.write() as session:
+        for claim in session.exec(select(Claim)):
+            session.exec(delete(ClaimEvidence).where(col(ClaimEvidence.claim_id) == claim.id))
+            session.delete(claim)
+    assert checks(lab, study)["claims"] is False, "a study that is done has its claims"
+
+
+@pytest.mark.parametrize(
+    ("branch", "column", "value"),
+    [
+        ("go_on", "branch", "too_many_failures"),
+        ("go_on", "predicate_trace", []),
+        ("superior", "branch", "nonsense"),
+        ("superior", "arm_key", "group_size=4"),
+        ("superior", "node_id", "n9"),
+        ("superior", "predicate_trace", []),
+    ],
+)
+def test_verify_reads_every_decision_again_those_on_the_noise_floor_included(lab_in, branch, column, value):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    with lab.deps.database.write() as session:
+        setattr(session.exec(select(Decision).where(Decision.branch == branch)).one(), column, value)
+    assert checks(lab, study)["decisions"] is False
+
+
+def test_a_decision_on_the_noise_floor_that_names_no_arm_is_about_the_reference(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    with lab.deps.database.write() as session:
+        session.exec(select(Decision).where(Decision.branch == "go_on")).one().arm_key = None
+    assert all(checks(lab, study).values())
+
+
+def test_the_command_that_repeats_a_study_says_all_that_was_wished_and_runs_nothing_else(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    question = EXAMPLE + ' $(touch x) `touch y` it\'s "fine"'
+    study = lab.begin(question, minutes=20.5)
+    lab.go(study)
+    report = (lab.deps.home.study(study).report / "report.md").read_text()
+    (line,) = [line for line in report.splitlines() if line.startswith("a3r research")]
+    assert shlex.split(line, comments=True) == [
+        *("a3r", "research", "--yes", "--extra-seeds", "2", "--updates", "5", "--eval-games", "10"),
+        *("--minutes", "20.5", "--jobs", "2", "--", question),
+    ]
+    (line,) = [line for line in report.splitlines() if line.startswith("cd ")]
+    project = lab.deps.home.study(study).project("group_size=4")
+    assert shlex.split(line, comments=True)[:3] == ["cd", str(project), "&&"]
+
+
 def test_text_from_the_user_and_from_logs_is_escaped(lab_in):
     lab = lab_in({"group_size=8": {"fail_seeds": [1]}})
     question = EXAMPLE + " <script>alert()</script> | **bold** [x](javascript:y)"
@@ -281,7 +445,7 @@ def test_the_checkpoint_holds_ids_and_stays_small(lab_in):
     with saver(lab.deps.home.study(study).checkpoints) as checkpointer:
         state = build_graph(lab.deps, checkpointer).get_state({"configurable": {"thread_id": study}}).values
     assert len(json.dumps(state)) < 1000
-    assert set(state) == {"study_id", "graph_version", "plan_sha", "is_approved", "stage", "leaf"}
+    assert set(state) == {"study_id", "graph_version", "plan_sha", "is_approved", "stage", "goes_on"}
 
 
 @pytest.mark.slow
@@ -360,7 +524,7 @@ def start(home: Path, *words: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_study_killed_again_and_again_submits_each_job_once_and_ends_as_if_it_had_not_been(tmp_path, lab_in, seed):
-    home, rng = tmp_path / "home", random.Random(seed)
+    home, rng = tmp_path / "a home", random.Random(seed)
     effects = json.dumps({"*": {"step_s": 0.05}, "group_size=8": {"rise": 0.6}})
     process = start(home, "new", EXAMPLE, effects)
     assert process.stdout
@@ -444,5 +608,12 @@ def test_episodes_to_a_threshold_keep_the_runs_that_never_reach_it(lab_in):
     loaded = bundles.load(lab.deps.database, study)
     assert [loaded.numbers[f"run/group_size=4/s{seed}"].value for seed in (1, 2, 3)] == [320.0] * 3
     assert loaded.leaf_of("group_size=8") is Leaf.SUPERIOR
-    assert "not reached" in (lab.deps.home.study(study).report / "report.md").read_text()
     assert all(checks(lab, study).values())
+    assert (lab.deps.home.study(study).report / "report.md").read_text().count("not reached") == 3
+    # A run that gets there with its last episode did reach it, though its number is the same.
+    with lab.deps.database.write() as session:
+        row = session.exec(select(Estimate).where(Estimate.key == "run/group_size=4/s1")).one()
+        row.params = {**row.params, "censored": False}
+    changed = bundles.load(lab.deps.database, study)
+    assert changed.numbers["run/group_size=4/s1"].value == 320.0
+    assert publish.files_of(changed, "Tic-tac-toe")["report.md"].count("not reached") == 2

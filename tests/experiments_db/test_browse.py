@@ -114,9 +114,11 @@ def test_a_run_is_shown_with_what_went_wrong() -> None:
 
 
 def test_a_comparison_shows_arms_differences_and_runs() -> None:
-    arm = ArmSummary("group_size=8", "tictactoe", 3, 1, Interval(0.25, 0.2, 0.3, 2), None, Interval(0.5, None, None, 1))
+    arm = ArmSummary(
+        "group_size=8", "tictactoe", 5, 1, 2, Interval(0.25, 0.2, 0.3, 2), None, Interval(0.5, None, None, 1)
+    )
     text = shown(comparison_view(Comparison((RUN, SINGLE), {"seed": (0, 1), "trainer.kl": (None, 0.1)}, (arm,))))
-    assert "group_size=8  tictactoe  3     1       0.250 [0.200, 0.300]  –      0.500 [n=1]" in text
+    assert "group_size=8  tictactoe  5     1       2           0.250 [0.200, 0.300]  –      0.500 [n=1]" in text
     assert "seed        0         1" in text
     assert "trainer.kl  –         0.1" in text
     same = shown(comparison_view(Comparison((RUN,), {}, (arm,))))

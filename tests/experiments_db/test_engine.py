@@ -18,7 +18,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, create_engine, inspect, text
 from sqlalchemy.exc import OperationalError
-from sqlmodel import select
+from sqlmodel import Session, col, select
 
 from experiments_db import engine as engine_module
 from experiments_db.engine import HEAD, Database, default_url, file_system_of, home_folder, open_database
@@ -30,8 +30,8 @@ from experiments_db.errors import (
     ReadOnlyError,
     UnavailableError,
 )
-from experiments_db.models import Note, Row, Study, StudyKind
-from experiments_db.writes import add_note, create_study
+from experiments_db.models import Decision, Note, Row, StageKind, Study, StudyKind
+from experiments_db.writes import add_decision, add_prereg, add_stage, create_study
 
 
 @pytest.fixture
@@ -39,6 +39,12 @@ def database(tmp_path: Path) -> Iterator[Database]:
     """Of SQLite alone; test_postgres.py looks at the other."""
     with open_database(home=tmp_path / "home") as opened:
         yield opened
+
+
+def add_note(session: Session, scope: str, text: str) -> None:
+    """The smallest row there is."""
+    session.add(Note(scope=scope, text=text))
+    session.flush()
 
 
 def schema_of(engine: Engine) -> dict[str, object]:
@@ -75,6 +81,15 @@ def test_head_is_the_last_migration() -> None:
     assert ScriptDirectory.from_config(config).get_current_head() == HEAD
 
 
+def test_alembic_finds_the_migrations_by_itself() -> None:
+    top = Path(__file__).parents[2]
+    shown = subprocess.run(
+        [sys.executable, "-m", "alembic", "history"], cwd=top, capture_output=True, text=True, check=False
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert f"-> {HEAD} (head)" in shown.stdout
+
+
 def test_the_spine_can_be_taken_back(database: Database) -> None:
     from alembic import command
 
@@ -84,6 +99,25 @@ def test_the_spine_can_be_taken_back(database: Database) -> None:
         config.attributes["connection"] = connection
         command.downgrade(config, "base")
     assert inspect(database.engine).get_table_names() == ["alembic_version"]
+
+
+def test_the_arm_of_an_older_decision_is_taken_from_its_comment(database: Database) -> None:
+    from alembic import command
+
+    config = Config()
+    config.set_main_option("script_location", "experiments_db:migrations")
+    with database.write() as session:
+        study = create_study(session, StudyKind.RESEARCH, "q")
+        stage = add_stage(session, add_prereg(session, study, {}), 1, StageKind.COMPARE)
+        for n, comment in enumerate(["size=8 against size=4; runs took 3 s", None]):
+            add_decision(session, stage, n=n, node_id="n1", branch="superior", predicate_trace=[], comment=comment)
+    for revision, move in (("0001_spine", command.downgrade), (HEAD, command.upgrade)):
+        with database.engine.begin() as connection:
+            config.attributes["connection"] = connection
+            move(config, revision)
+    with database.read() as session:
+        assert session.exec(select(Decision.arm_key).order_by(col(Decision.n))).all() == ["size=8", None]
+        assert session.get_one(Study, study).wishes == {}
 
 
 def test_a_new_database_is_private_durable_and_strict(tmp_path: Path) -> None:
@@ -199,7 +233,7 @@ def test_a_process_killed_while_it_migrates_leaves_nothing_behind(tmp_path: Path
 def test_a_database_of_a_newer_version_is_refused(database: Database) -> None:
     with database.engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0099_later'"))
-    with pytest.raises(NewerDatabaseError, match=r"at migration '0099_later'.*knows them up to '0001_spine'.*install"):
+    with pytest.raises(NewerDatabaseError, match=rf"at migration '0099_later'.*knows them up to '{HEAD}'.*install"):
         open_database(database.url)
 
 

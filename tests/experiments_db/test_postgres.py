@@ -14,7 +14,6 @@ from sqlmodel import select
 from experiments_db.engine import open_database
 from experiments_db.errors import NewerDatabaseError, UnavailableError
 from experiments_db.models import Note, Row
-from experiments_db.writes import add_note
 
 pytestmark = pytest.mark.heavy
 
@@ -35,7 +34,7 @@ def test_the_migrations_make_the_tables_of_the_models(postgres_url: str) -> None
 def _open_and_write(url: str, name: str, all_are_here: Barrier) -> None:
     all_are_here.wait(timeout=60)
     with open_database(url) as database, database.write() as session:
-        add_note(session, name, "here")
+        session.add(Note(scope=name, text="here"))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -14,6 +14,7 @@ from experiments_db.engine import Database
 from experiments_db.errors import NotFoundError
 from experiments_db.intervals import Interval, t_interval
 from experiments_db.models import (
+    Experiment,
     ExperimentStatus,
     JobState,
     MetricPoint,
@@ -403,6 +404,22 @@ def test_a_quarantined_run_is_counted_as_failed(database: Database, study: Study
         (run,) = list_runs(session, ids=[study.runs[2]])
     assert (eight.num_runs, eight.num_failed) == (2, 1)
     assert run.status_reason == "wrong config"
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.LOST])
+def test_a_run_that_has_not_ended_is_counted_and_in_no_mean(database: Database, study: Study, state: JobState) -> None:
+    with database.write() as session:
+        blueprint = session.get_one(Experiment, study.runs[2]).blueprint_id
+        going = add_experiment(session, blueprint, "going", seed_train=2)
+        told = Told(session, going)
+        told.evaluate(0, {"a": [1.0], "b": [1.0]}, label="before")
+        told.done()
+        attempt = begin_attempt(session, going)
+        record_job(session, attempt.job_id, state, fencing=attempt.fencing)
+    with database.read() as session:
+        (eight,) = compare_runs(session, [*study.runs[2:], going]).arms
+    assert (eight.num_runs, eight.num_failed, eight.num_unfinished) == (3, 0, 1)
+    assert eight.before == t_interval([0.125, 0.125])
 
 
 def test_comparing_a_run_that_is_not_there_names_it(database: Database, study: Study) -> None:

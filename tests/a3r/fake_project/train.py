@@ -16,8 +16,8 @@ from pathlib import Path
 
 from sqlmodel import select
 
-from experiments_db.engine import open_database
-from experiments_db.models import EngineEvent, EvalItem, EvalRun
+from experiments_db.engine import Database, open_database
+from experiments_db.models import EngineEvent, EvalItem, EvalRun, MetricPoint, ValueMark
 
 
 def main(argv: list[str]) -> int:
@@ -28,13 +28,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     effects = json.loads(Path("effects.json").read_text())
     seed, folder = int(args.seed), Path(args.run_dir)
+    drawn = effects.get("copies", {}).get(str(seed), seed)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "starts").open("a") as starts:
         starts.write("start\n")
     if seed in effects.get("fail_seeds", []):
         print("CUDA is on fire", file=sys.stderr)
         return 3
-    rng = random.Random(f"{effects['arm']}-{seed}")
+    rng = random.Random(f"{effects['arm']}-{drawn}")
     top = effects["start"] + effects["rise"] + rng.gauss(0, effects["sd"])
     updates, every, games = effects["updates"], effects["eval_every"], effects["games"]
     with open_database(args.db) as database:
@@ -54,6 +55,7 @@ def main(argv: list[str]) -> int:
         for step in range(updates + 1):
             if step:
                 time.sleep(effects.get("step_s", 0.0))
+                tell_gradient(database, args.experiment, step, is_finite=step not in effects.get("bad_steps", []))
                 print(
                     json.dumps({"event": "step", "step": step, "updates": updates, "metrics": {"reward_mean": top}}),
                     flush=True,
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> int:
             label = "before" if step == 0 else "after" if step == updates else "during"
             level = effects["start"] + (top - effects["start"]) * (1 - math.exp(-4 * step / updates))
             scores = [
-                level + random.Random(f"{game}-{seed}-{step}-{effects['arm']}").gauss(0, 0.05) for game in range(games)
+                level + random.Random(f"{game}-{drawn}-{step}-{effects['arm']}").gauss(0, 0.05) for game in range(games)
             ]
             with database.write() as session:
                 known = session.exec(
@@ -101,6 +103,22 @@ def main(argv: list[str]) -> int:
     if not effects.get("is_silent"):
         (folder / "results.json").write_text("{}")
     return 0
+
+
+def tell_gradient(database: Database, experiment: str, step: int, *, is_finite: bool) -> None:
+    """What the engine reports of a gradient: its norm, or null and why the update was left out."""
+    bad = float(not is_finite)
+    values = {"grad_norm": 0.5 if is_finite else None, "skipped": bad, "nonfinite_gradient": bad}
+    with database.write() as session:
+        for name, value in values.items():
+            mark = ValueMark.FINITE if value is not None else ValueMark.ABSENT
+            known = (
+                MetricPoint.experiment_id == experiment,
+                MetricPoint.name == name,
+                MetricPoint.step == step,
+            )
+            if session.exec(select(MetricPoint).where(*known)).first() is None:
+                session.add(MetricPoint(experiment_id=experiment, name=name, step=step, value=value, mark=mark))
 
 
 if __name__ == "__main__":
