@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,15 +137,32 @@ def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(raw: Any, where: str) -> Any:
-    """Arguments as the object they spell; text that spells none stays the text the model wrote."""
     if isinstance(raw, dict):
         return _checked(raw, where, MAX_DEPTH)
-    text = _string(raw, where)
+    return read_arguments(_string(raw, where))
+
+
+def read_arguments(text: str) -> dict[str, Any] | str:
+    """Arguments as the object they spell; text that spells none stays the text the model wrote.
+
+    So does text that no template could write again: what a model samples must never make the next request a bad one.
+    """
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return _checked(value, "arguments", MAX_DEPTH) if isinstance(value, dict) else text
+    except (ValueError, RecursionError, BadRequestError):
         return text
-    return _checked(value, where, MAX_DEPTH) if isinstance(value, dict) else text
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} has no float")
+    return value
 
 
 def _checked(value: Any, where: str, depth: int) -> Any:
