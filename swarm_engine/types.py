@@ -98,6 +98,8 @@ class SamplingParams:
     """0 is greedy; such a call is recorded and never trained."""
     seed: int = 0
     """Seeds this request's own random stream; see `swarm_engine.seeding`."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to report at each place beside the one sampled."""
 
 
 @dataclass(frozen=True, slots=True)
