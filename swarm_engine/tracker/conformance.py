@@ -165,16 +165,16 @@ def _written(codec: ChatCodec, draft: Draft, answer: Answer) -> Sequence[int]:
     """An answer as a model that learned from this template writes it, up to the token that ends it."""
     message = codec.protect(answer.message())
     closed = codec.render((*draft.protected, message), draft.protected_tools, add_generation_prompt=False)
-    if closed.startswith(draft.rendered):
-        text = closed[len(draft.rendered) :]
+    if closed.startswith(draft.rendered) or answer.tool_calls:
+        text = codec.beyond(draft.rendered, closed)
     else:
         # The template writes history in another way than it asks for a reply.
-        text = codec.beyond(draft.rendered, closed) if answer.tool_calls else answer.content
-        tags = codec.reasoning_tags
-        is_open = tags is not None and draft.rendered.rstrip().endswith(tags.opens)
-        if tags is not None and tags.closes not in text and (is_open or answer.reasoning is not None):
-            opens = "" if is_open else tags.opens + "\n"
-            text = f"{opens}{answer.reasoning or ''}\n{tags.closes}\n\n{text}"
+        text = answer.content
+    tags = codec.reasoning_tags
+    is_open = tags is not None and draft.rendered.rstrip().endswith(tags.opens)
+    if tags is not None and tags.closes not in text and (is_open or answer.reasoning is not None):
+        opens = "" if is_open else tags.opens + "\n"
+        text = f"{opens}{answer.reasoning or ''}\n{tags.closes}\n\n{text}"
     ids = codec.encode(text)
     ends = [index for index, one in enumerate(ids) if one in codec.end_ids]
     if len(ends) > 1 and len(answer.tool_calls) > 1:
