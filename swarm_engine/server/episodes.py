@@ -14,8 +14,9 @@ from swarm_engine.seeding import derive_seed
 from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Seat
 from swarm_engine.server.worker_link import Generation, WorkerLink
-from swarm_engine.tracker.codec import ChatCodec, ReplyText
+from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message
+from swarm_engine.tracker.replies import ReplyReader
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Episode, FinishReason, Mode, Outcome, SamplingParams
 
@@ -116,7 +117,7 @@ class LiveEpisode:
                 f"agent {agent!r} is not in this episode", f"its claim named {', '.join(self.agents)}", code="agent"
             )
         script = _script_ids(loaded, request.script)
-        draft = self.tracker.begin(agent, request.messages)
+        (draft,) = self.tracker.begin(agent, request.messages)
         limit = loaded.policy.max_context
         room = limit - len(draft.prompt_ids)
         if room < 1:
@@ -161,7 +162,7 @@ class RunningCall:
     link: WorkerLink
     draft: Draft
     params: SamplingParams
-    reply: ReplyText
+    reply: ReplyReader
     generation: Generation
     has_news: asyncio.Event
     """Set when tokens come in or sampling ends; the one who streams clears it."""
@@ -183,7 +184,7 @@ class RunningCall:
         follow: bool,
     ) -> RunningCall:
         """Ask the sampler."""
-        reply = ReplyText(codec, stop)
+        reply = codec.reader(draft, stop)
         has_news = asyncio.Event()
 
         def on_tokens(generation: Generation, token_ids: Sequence[int]) -> None:
@@ -221,7 +222,7 @@ class RunningCall:
             policy_versions=generation.policy_versions,
             temperature=self.params.temperature,
             finish_reason=reason,
-            answer=reply.text,
+            answer=reply.answer,
         )
         self.episode.touch()
 

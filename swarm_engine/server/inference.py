@@ -28,6 +28,7 @@ from swarm_engine.server.auth import bearer
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import LiveEpisode, RunningCall
 from swarm_engine.server.openai import FINISH, ChatRequest, error_body, parse_chat, token_logprobs, usage
+from swarm_engine.tracker.replies import TextDelta
 from swarm_engine.types import DEFAULT_AGENT, FinishReason
 
 Scope = MutableMapping[str, Any]
@@ -151,7 +152,7 @@ class InferenceApp:
         reply = running.reply
         choice: dict[str, Any] = {
             "index": 0,
-            "message": {"role": "assistant", "content": reply.text, "refusal": None},
+            "message": {"role": "assistant", "content": reply.answer.content, "refusal": None},
             "logprobs": None,
             "finish_reason": FINISH[running.finish_reason or FinishReason.STOP],
         }
@@ -183,7 +184,7 @@ class InferenceApp:
                 is_last = generation.done.done()
                 if is_last:
                     self._conclude(running)
-                text = reply.take()
+                text = "".join(delta.text for delta in reply.take() if isinstance(delta, TextDelta))
                 entries = None
                 if request.has_logprobs and num_sent < len(generation.token_ids):
                     new = slice(num_sent, len(generation.token_ids))

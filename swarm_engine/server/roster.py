@@ -230,7 +230,9 @@ class Roster:
             lease_s=request.lease_s or loaded.config.lease_s,
             started_at=now,
             deadline=now + loaded.config.episode_timeout_s,
-            tracker=EpisodeTracker(episode_id, loaded.policy.name, loaded.codec),
+            tracker=EpisodeTracker(
+                episode_id, loaded.policy.name, loaded.codec, loaded.config.policies[loaded.policy.name].history
+            ),
         )
         episode.touch()
         self._live[episode_id] = episode

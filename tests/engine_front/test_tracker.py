@@ -14,7 +14,7 @@ from tiny_tokenizer import CHATML, END_ID, PAD_ID, START_ID, THINK_ID, UNTHINK_I
 from swarm_engine.config import Merge
 from swarm_engine.merger import merge
 from swarm_engine.tracker.blocks import EpisodeBlocks
-from swarm_engine.tracker.codec import ChatCodec, ChatTemplate, ReplyText
+from swarm_engine.tracker.codec import ChatCodec, ChatTemplate
 from swarm_engine.tracker.messages import Message, parse_messages
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Author, Call, Episode, FinishReason, Mode, Outcome
@@ -63,7 +63,7 @@ class Chat:
         self.drafts: list[Draft] = []
 
     def ask(self, *messages: dict[str, Any], agent: str = "main") -> Draft:
-        draft = self.tracker.begin(agent, parse_messages(list(messages)))
+        (draft,) = self.tracker.begin(agent, parse_messages(list(messages)))
         self.drafts.append(draft)
         return draft
 
@@ -75,7 +75,7 @@ class Chat:
         temperature: float = 1.0,
         stop: tuple[str, ...] = (),
     ) -> Message:
-        reply = ReplyText(self.codec, stop)
+        reply = self.codec.reader(draft, stop)
         reply.push(sampled)
         reply.finish()
         self.tracker.finish(
@@ -85,9 +85,9 @@ class Chat:
             policy_versions=[0] * len(sampled),
             temperature=temperature,
             finish_reason=reason,
-            answer=reply.text,
+            answer=reply.answer,
         )
-        return {"role": "assistant", "content": reply.text}
+        return reply.answer.message()
 
     def reply(self, *messages: dict[str, Any], sampled: list[int], **how: Any) -> Message:
         return self.answer(self.ask(*messages), sampled, **how)
@@ -187,7 +187,7 @@ def test_a_template_without_control_tokens_is_encoded_apart_so_nothing_merges_ac
 def test_thinking_that_the_template_drops_makes_a_branch() -> None:
     chat = Chat("FORGETFUL")
     answer = chat.reply(user("hi"), sampled=[THINK_ID, *ids("hm"), UNTHINK_ID, *ids("yes"), END_ID])
-    assert answer["content"] == "<think>hm</think>yes"
+    assert (answer["content"], answer["reasoning_content"]) == ("yes", "hm")
     draft = chat.ask(user("hi"), answer, user("go"))
     assert draft.extends is None
     assert draft.builds_on == "e-0"
