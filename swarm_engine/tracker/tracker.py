@@ -117,12 +117,23 @@ class EpisodeTracker:
         Raises:
             BadRequestError: the chat template refuses the messages, or has no place for a part of them.
         """
-        messages, tools = tuple(messages), tuple(tools)
+        return self._number(self._draft(agent, tuple(messages), tuple(tools)), num_choices)
+
+    def _draft(self, agent: str, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Draft:
+        """A request that has no number yet."""
         self._codec.check(messages, tools)
         digests = prefix_digests(agent, messages, tools)
         base = self._longest_base(messages, digests)
         draft = self._render(agent, messages, tools, digests[-1]) if base is None else self._go_on(base, messages)
-        return self._number(replace(draft, digest=digests[-1]), num_choices)
+        return replace(draft, digest=digests[-1])
+
+    def count_prompt(self, agent: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """How many tokens the prompt of such a request would have.
+
+        Raises:
+            BadRequestError: see `begin`.
+        """
+        return len(self._draft(agent, tuple(messages), tuple(tools)).prompt_ids)
 
     def begin_ids(self, agent: str, prompt_ids: Sequence[int], num_choices: int = 1) -> tuple[Draft, ...]:
         """Give the choices of a prompt that came as token ids their numbers; the sampler gets these very ids.
