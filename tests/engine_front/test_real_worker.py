@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from conftest import Served, serve_thread
@@ -50,6 +52,56 @@ def test_streamed_and_whole_replies_are_the_same_and_recorded_as_served(real: Se
     assert [entry.logprob for entry in whole.choices[0].logprobs.content or []] == first["logprobs"]
     assert whole.usage is not None
     assert whole.usage.completion_tokens == len(first["token_ids"])
+
+
+MOVE: dict[str, object] = {
+    "type": "object",
+    "properties": {"move": {"enum": ["left", "right"]}, "sure": {"type": "boolean"}},
+    "required": ["move", "sure"],
+    "additionalProperties": False,
+}
+
+
+def test_a_reply_fits_its_schema_in_every_api_and_is_not_trained(real: Served) -> None:
+    with real.client() as client, client.episode("t", mode=Mode.EVAL) as episode:
+        api = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+        claude = anthropic.Anthropic(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+        found = []
+        for _ in range(4):
+            chat = api.chat.completions.create(
+                model="policy",
+                messages=HI,
+                max_tokens=400,
+                logprobs=True,
+                top_logprobs=3,
+                response_format={"type": "json_schema", "json_schema": {"name": "move", "schema": MOVE}},
+            )
+            found.append(chat.choices[0].message.content or "")
+            assert chat.choices[0].logprobs is not None
+            for entry in chat.choices[0].logprobs.content or []:
+                likeliest = entry.top_logprobs[0].logprob
+                assert likeliest >= entry.logprob
+                assert all(one.logprob <= likeliest for one in entry.top_logprobs)
+            response = api.responses.create(
+                model="policy",
+                input="Your move?",
+                max_output_tokens=400,
+                text={"format": {"type": "json_schema", "name": "move", "schema": MOVE}},
+            )
+            found.append(response.output_text)
+            message = claude.messages.create(
+                model="policy",
+                messages=HI,
+                max_tokens=400,
+                output_config={"format": {"type": "json_schema", "schema": MOVE}},
+            )
+            found += [block.text for block in message.content if block.type == "text"]
+        episode.end(reward=0.0)
+        masks = [timeline["blocks"][-1]["loss_mask"] for timeline in client.timelines(episode.episode_id)]
+    moves = [json.loads(text) for text in found]
+    assert len(moves) == 12
+    assert all(move["move"] in ("left", "right") and move["sure"] in (True, False) for move in moves)
+    assert not any(map(any, masks))
 
 
 def test_a_dialogue_is_one_timeline_and_a_long_prompt_is_refused(real: Served) -> None:
