@@ -166,6 +166,7 @@ class LiveEpisode:
                 "leave it out",
                 param=request.unthinking,
             )
+        grammar = _grammar(loaded, request)
         drafts = self._drafts(loaded, agent, request)
         num_prompt, limit = len(drafts[0].prompt_ids), loaded.policy.max_context
         room = limit - num_prompt
@@ -175,7 +176,6 @@ class LiveEpisode:
                 "shorten the messages, or end the episode as truncated",
                 param="messages" if request.raw_prompt is None else "prompt",
             )
-        grammar = _grammar(loaded, request)
         scripts = self._scripts(loaded, request)
         has_news = asyncio.Event()
         is_followed = follow or bool(request.stop)
@@ -190,11 +190,7 @@ class LiveEpisode:
             question = Generate(
                 draft.call_id, self.tracker.policy, draft.prompt_ids, params, script, is_followed, grammar
             )
-            reads_tools = bool(request.tools) and not isinstance(request.tool_choice, NoTools)
-            reply = loaded.codec.reader(draft, stop=request.stop, reads_tools=reads_tools)
-            call = RunningCall.begin(self, loaded.link, draft, question, reply, has_news)
-            call.choice, call.stop, call.is_single_call = choice, request.stop, request.is_single_call
-            calls.append(call)
+            calls.append(RunningCall.begin(self, loaded, request, choice, draft, question, has_news))
         self.touch()
         return RunningAsk(self, request, tuple(calls), has_news)
 
@@ -295,15 +291,13 @@ class RunningCall:
 
     episode: LiveEpisode
     link: WorkerLink
+    request: CallRequest
+    choice: int
+    """Its place among the choices of the request."""
     draft: Draft
     question: Generate
     reply: ReplyReader
     generation: Generation
-    choice: int = 0
-    """Its place among the choices of its request."""
-    stop: tuple[str, ...] = ()
-    is_single_call: bool = False
-    """Whether only the first tool call is returned."""
     num_told: int = 0
     """Tokens that `news` has told of."""
     finish_reason: FinishReason | None = None
@@ -314,13 +308,17 @@ class RunningCall:
     @staticmethod
     def begin(
         episode: LiveEpisode,
-        link: WorkerLink,
+        loaded: Loaded,
+        request: CallRequest,
+        choice: int,
         draft: Draft,
         question: Generate,
-        reply: ReplyReader,
         has_news: asyncio.Event,
     ) -> RunningCall:
         """Ask the sampler."""
+        link = loaded.link
+        reads_tools = bool(request.tools) and not isinstance(request.tool_choice, NoTools)
+        reply = loaded.codec.reader(draft, stop=request.stop, reads_tools=reads_tools)
 
         def on_tokens(generation: Generation, token_ids: Sequence[int]) -> None:
             reply.push(token_ids)
@@ -330,7 +328,7 @@ class RunningCall:
 
         generation = link.generate(question, on_tokens if question.is_streamed else None)
         generation.done.add_done_callback(lambda _: has_news.set())
-        call = RunningCall(episode, link, draft, question, reply, generation)
+        call = RunningCall(episode, link, request, choice, draft, question, reply, generation)
         episode.running[draft.call_id] = call
         return call
 
@@ -338,7 +336,7 @@ class RunningCall:
     def answer(self) -> Answer:
         """The reply as it is returned."""
         answer = self.reply.answer
-        return replace(answer, tool_calls=answer.tool_calls[:1]) if self.is_single_call else answer
+        return replace(answer, tool_calls=answer.tool_calls[:1]) if self.request.is_single_call else answer
 
     @property
     def stopped_by(self) -> str | None:
@@ -346,7 +344,7 @@ class RunningCall:
         if not self.reply.is_stopped:
             return None
         text = self.reply.codec.decode(self.generation.token_ids)
-        return min((stop for stop in self.stop if stop in text), key=text.index, default=None)
+        return min((stop for stop in self.request.stop if stop in text), key=text.index, default=None)
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -364,13 +362,17 @@ class RunningCall:
     def news(self) -> News:
         """What came since the last look. Joined, the pieces are the answer."""
         deltas = self.reply.take()
-        if self.is_single_call:
+        if self.request.is_single_call:
             deltas = [delta for delta in deltas if not (isinstance(delta, ToolCallDelta) and delta.index > 0)]
         start, self.num_told = self.num_told, self.reply.num_tokens
         return News(deltas, range(start, self.num_told))
 
     def finish(self, reason: FinishReason) -> None:
-        """Record the reply, once."""
+        """Record the complete reply, once."""
+        # Where a stop string came, the sampler was told to cancel the rest.
+        self._record(FinishReason.STOP if self.reply.is_stopped else reason)
+
+    def _record(self, reason: FinishReason) -> None:
         if self.finish_reason is not None or self.is_closed:
             return
         generation, reply = self.generation, self.reply
@@ -378,7 +380,6 @@ class RunningCall:
             reply.push(generation.token_ids)
         if reply.is_stopped:
             generation.cut(reply.num_tokens)
-            reason = FinishReason.STOP
         reply.finish()
         self.finish_reason = reason
         self.episode.running.pop(self.draft.call_id, None)
@@ -400,13 +401,13 @@ class RunningCall:
             return
         self.link.cancel(self.generation.request_id)
         self.generation.finish(FinishReason.CANCELLED)
-        self.finish(FinishReason.CANCELLED)
+        self._record(FinishReason.CANCELLED)
         self.is_closed = True
 
     def fail(self) -> None:
         """The sampler gave it up: what has come in is kept and not trained."""
         if self.generation.token_ids:
-            self.finish(FinishReason.CANCELLED)
+            self._record(FinishReason.CANCELLED)
         self.is_closed = True
         self.episode.running.pop(self.draft.call_id, None)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import anthropic
 import httpx
 import openai
 import pytest
 from chat_template import CALL
-from conftest import SMALL, Served
+from conftest import SMALL, Served, serve_thread
 from llguidance import LLMatcher
 from tiny_tokenizer import END_ID, START_ID, THINK_ID, ids
 
@@ -93,6 +96,107 @@ def test_every_route_answers_everywhere_streamed_and_whole_with_the_same_ids(
         with engine.client() as client:
             agents = {timeline["agent"] for timeline in client.timelines(claimed.episode_id)}
         assert agents == {"me" if "agents" in prefix else "main"}
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An engine whose replies never end and come token by token."""
+    with serve_thread(tmp_path_factory.mktemp("slow") / "run", token_s=0.01, end_chance=0.0) as served:
+        with served.client() as client:
+            client.start({**SMALL, "sampler": {"max_tokens": 2000}}, wait=True)
+        yield served
+
+
+LONG = {"max_tokens": 2000, "max_output_tokens": 2000}
+
+
+def long_body(route: str, **more: Any) -> dict[str, Any]:
+    body = {**BODIES[route], **more}
+    return {key: LONG.get(key, value) for key, value in body.items()}
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_every_route_streams_while_the_reply_is_sampled(slow: Served, route: str) -> None:
+    with episode(slow) as claimed:
+        body = {**BODIES[route], "stream": True}
+        headers = {"x-api-key": claimed.api_key}
+        with httpx.stream("POST", f"{claimed.base_url}/{route}", headers=headers, json=body) as answer:
+            arrived = [time.monotonic() for _ in answer.iter_bytes()]
+    assert len(arrived) >= 9
+    assert arrived[-1] - arrived[0] > 0.05
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(("route", "more", "count"), [*((one, {}, 1) for one in BODIES), ("completions", {"n": 3}, 3)])
+def test_a_caller_that_goes_away_cancels_its_calls(
+    slow: Served, route: str, more: dict[str, Any], count: int, is_stream: bool
+) -> None:
+    """B100."""
+    with episode(slow) as claimed:
+        url = urlsplit(claimed.base_url)
+        connection = http.client.HTTPConnection(url.netloc)
+        body = json.dumps(long_body(route, stream=is_stream, **more))
+        connection.request("POST", f"{url.path}/{route}", body, {"x-api-key": claimed.api_key})
+        if is_stream:
+            assert connection.getresponse().readline()
+        wait_for_running(slow, claimed, count)
+        connection.close()
+        wait_for_running(slow, claimed, 0)
+        with slow.client() as client:
+            timelines = client.timelines(claimed.episode_id)
+        assert len(timelines) == count
+        assert not any(any(timeline["blocks"][-1]["loss_mask"]) for timeline in timelines)
+
+
+def wait_for_running(served: Served, claimed: SyncEpisode, count: int) -> None:
+    auth = {"authorization": f"Bearer {served.tokens['observer']}"}
+    url = f"{served.url}/swarm/v1/episodes/{claimed.episode_id}"
+    deadline = time.monotonic() + 5
+    while httpx.get(url, headers=auth).json()["num_running_calls"] != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_an_end_while_a_stream_runs_ends_it_with_an_error(slow: Served, route: str) -> None:
+    with slow.client() as client:
+        claimed = client.episode("dialects", mode=Mode.EVAL)
+        body = long_body(route, stream=True)
+        headers = {"x-api-key": claimed.api_key}
+        with httpx.stream("POST", f"{claimed.base_url}/{route}", headers=headers, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            claimed.end(reward=0.0)
+            rest = "".join(lines)
+    assert "ended while this call ran" in rest
+    assert "[DONE]" not in rest
+    assert "message_stop" not in rest
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_a_reply_cut_at_its_limit_stays_a_turn_that_the_next_one_goes_on_from(played: Served, route: str) -> None:
+    """B042: one cut reply ends nothing."""
+    with episode(played, "a long story", "The end.") as claimed:
+        limit = "max_output_tokens" if route == "responses" else "max_tokens"
+        first = post(claimed, route, {**BODIES[route], limit: 6}).json()
+        match route:
+            case "chat/completions":
+                assert first["choices"][0]["finish_reason"] == "length"
+                more: dict[str, Any] = {"messages": [*HI, first["choices"][0]["message"], *HI]}
+            case "completions":
+                assert first["choices"][0]["finish_reason"] == "length"
+                more = {"prompt": [*ids("hi"), *ids("a long"), *ids("!")]}
+            case "responses":
+                more = {"previous_response_id": first["id"], "input": "go on"}
+            case _:
+                more = {"messages": [*HI, {"role": "assistant", "content": first["content"]}, *HI]}
+        second = post(claimed, route, {**BODIES[route], **more, limit: 500})
+        assert second.status_code == 200, second.text
+        with played.client() as client:
+            timelines = client.timelines(claimed.episode_id)
+            assert len(client.timelines(claimed.episode_id, merge="token")) == 1
+        assert timelines[0]["blocks"][-1]["token_ids"] == ids("a long")
+        assert all(all(timeline["blocks"][-1]["loss_mask"]) for timeline in timelines)
 
 
 # Chat completions
@@ -711,6 +815,7 @@ def test_a_prompt_without_room_is_named_in_every_api(serving: Callable[..., Serv
         assert other.messages.create(model="m", max_tokens=400, messages=HI).usage.output_tokens == 100 - 21
         assert api.completions.create(model="m", prompt=room, max_tokens=400).usage.completion_tokens == 50  # type: ignore[union-attr]
         full = "x" * 200
+        num_sampled = len(requests(served))
         for ask in (
             lambda: api.responses.create(model="m", input=full),
             lambda: api.completions.create(model="m", prompt=full),
@@ -721,6 +826,7 @@ def test_a_prompt_without_room_is_named_in_every_api(serving: Callable[..., Serv
             assert caught.value.code == "context_length_exceeded"
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
             other.messages.create(model="m", max_tokens=3, messages=[{"role": "user", "content": full}])
+        assert len(requests(served)) == num_sampled
 
 
 def test_a_reply_that_breaks_off_ends_its_stream_with_an_error_and_is_not_trained(
