@@ -391,7 +391,16 @@ class ChatCodec:
             if answer.tool_calls and not closing and end in tail:
                 return tail.partition(end)[2]
             return tail
-        return _missing(closing, self.show(completion_ids[-MAX_CLOSING_TOKENS:])) + tail
+        return self._missing(closing, answer, completion_ids) + tail if closing else tail
+
+    def _missing(self, closing: str, answer: Answer, completion_ids: Sequence[int]) -> str:
+        """The rest of the markup that closes a call where a reply was cut inside it; white space does not count."""
+        _, found, behind = self.show(completion_ids).rpartition(answer.tool_calls[-1].arguments)
+        written = "".join(behind.split()) if found else ""
+        for length in range(len(closing) + 1):
+            if "".join(closing[:length].split()) == written:
+                return closing[length:]
+        return "" if "".join(closing.split()) in written else closing
 
     def encode(self, rendered: str) -> tuple[int, ...]:
         """Token ids of rendered text: whole markers are control tokens, all else is text."""
@@ -467,19 +476,6 @@ def mark_of(part: str | int) -> str:
 
 END_OF_ARGUMENTS = re.compile(r'\A"\s*\}')
 """What JSON writes after the last value of a stand-in's arguments."""
-
-MAX_CLOSING_TOKENS = 64
-"""The markup that closes a call is shorter."""
-
-
-def _missing(closing: str, shown: str) -> str:
-    """The rest of the closing markup where text ends with its beginning; white space doesn't count."""
-    squeezed = "".join(shown.split())
-    for length in range(len(closing), 0, -1):
-        start = "".join(closing[:length].split())
-        if start and squeezed.endswith(start):
-            return closing[length:]
-    return closing
 
 
 def _simpler(message: Message) -> Message:

@@ -150,20 +150,20 @@ def test_calls_side_by_side_are_all_read_and_have_ids_of_their_own(kind: str, te
 BROKEN = '{"q": "x"'
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("qwen25", f'<tool_call>\n{{"name": "look", "arguments": {BROKEN}\n</tool_call>'),
-        ("qwen25", f'<tool_call>\n{{"name": "look", "arguments": {BROKEN}'),
-        ("qwen25", f'<tool_call>{{"name": "look", "arguments": {BROKEN}<tool_call>\n'),
-        ("hermes_text", f'<tool_call>\n{{"name": "look", "arguments": {BROKEN}\n</tool_call>'),
-        ("llama3", f'{{"name": "look", "parameters": {BROKEN}'),
-        ("mistral", f'[TOOL_CALLS] [{{"name": "look", "arguments": {BROKEN}'),
-        ("mistral_named", f"[TOOL_CALLS]look[CALL_ID]a[ARGS]{BROKEN}"),
-        ("harmony", f" to=functions.look<|channel|>commentary<|message|>{BROKEN}<|call|>"),
-        ("deepseek", f"</think><｜tool▁calls▁begin｜>{DEEPSEEK_CALL}".replace('{"q": "x"}', BROKEN)),
-    ],
-)
+BROKEN_REPLIES = [
+    ("qwen25", f'<tool_call>\n{{"name": "look", "arguments": {BROKEN}\n</tool_call>'),
+    ("qwen25", f'<tool_call>\n{{"name": "look", "arguments": {BROKEN}'),
+    ("qwen25", f'<tool_call>{{"name": "look", "arguments": {BROKEN}<tool_call>\n'),
+    ("hermes_text", f'<tool_call>\n{{"name": "look", "arguments": {BROKEN}\n</tool_call>'),
+    ("llama3", f'{{"name": "look", "parameters": {BROKEN}'),
+    ("mistral", f'[TOOL_CALLS] [{{"name": "look", "arguments": {BROKEN}'),
+    ("mistral_named", f"[TOOL_CALLS]look[CALL_ID]a[ARGS]{BROKEN}"),
+    ("harmony", f" to=functions.look<|channel|>commentary<|message|>{BROKEN}<|call|>"),
+    ("deepseek", f"</think><｜tool▁calls▁begin｜>{DEEPSEEK_CALL}".replace('{"q": "x"}', BROKEN)),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), BROKEN_REPLIES)
 def test_malformed_arguments_stay_as_they_were_sampled(kind: str, text: str) -> None:
     """B022."""
     answer = read(kind, text)
@@ -389,6 +389,12 @@ def test_one_token_at_a_time_gives_the_answer_of_all_at_once(kind: str, stop: tu
     check_split(kind, tokens, range(1, len(tokens)), stop, True)
     for length in range(len(tokens)):
         check_split(kind, tokens[:length], range(1, length), stop, True)
+
+
+@pytest.mark.parametrize(("kind", "text"), BROKEN_REPLIES)
+def test_a_broken_reply_streams_to_the_same_answer(kind: str, text: str) -> None:
+    tokens = tokens_of(CODECS[kind], text)
+    check_split(kind, tokens, range(1, len(tokens)), (), True)
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=40), st.lists(st.integers(0, 160), max_size=5))
