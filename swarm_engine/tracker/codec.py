@@ -19,6 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from swarm_engine.errors import BadRequestError, TokenizerError, UnsupportedError
+from swarm_engine.tracker.forcing import forced_call
 from swarm_engine.tracker.formats import ANY, Reasoning, beyond, find_format, tag_pattern
 from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message, Tool
 from swarm_engine.tracker.replies import Answer, Markup, ReplyReader
@@ -463,10 +465,47 @@ class ChatCodec:
         The reply to a raw prompt is content from end to end, for no template has said how to read it.
         """
         markup = None if draft.is_raw else self._markup
-        tags = self.reasoning_tags
-        is_open = tags is not None and draft.rendered.rstrip().endswith(tags.opens)
+        is_open = self._opens_reasoning(draft)
         names: Collection[str] = [tool["function"]["name"] for tool in draft.tools] if reads_tools else ()
         return ReplyReader(self, draft.call_id, stop=stop, markup=markup, is_reasoning_open=is_open, tool_names=names)
+
+    def _opens_reasoning(self, draft: Draft) -> bool:
+        """Whether the prompt has opened the reasoning; user text can't, for its tags are broken."""
+        tags = self.reasoning_tags
+        return tags is not None and draft.rendered.rstrip().endswith(tags.opens)
+
+    def forced_call_grammar(self, tools: Sequence[Tool], names: Collection[str], draft: Draft | None = None) -> str:
+        """A grammar (llguidance's Lark) of replies that call one of the named tools, reasoning before it allowed.
+
+        Whether the prompt has opened the reasoning is read off the draft, or taken to be as in a first question.
+
+        Raises:
+            UnsupportedError: this template's calls have no form that is known.
+        """
+        if self.format is None or self.format.calls is None:
+            raise UnsupportedError(
+                "the model's chat template has no form of tool calls that can be forced",
+                'send tool_choice "auto" or "none"',
+                param="tool_choice",
+            )
+        chosen = [tool["function"] for tool in tools if tool["function"]["name"] in names]
+        ids = {text: token["id"] for text, token in self._added.items()}
+        form = self.format
+        if draft is not None:
+            form = replace(form, is_reasoning_opened_by_prompt=self._opens_reasoning(draft))
+        return forced_call(form, chosen, lambda text: _lark_literals(text, self._marker, ids))
+
+
+def _lark_literals(text: str, marker: re.Pattern[str], ids: Mapping[str, int]) -> str:
+    """Text as Lark's literals, control tokens by their ids."""
+    parts = []
+    position = 0
+    for match in [*marker.finditer(text), None]:
+        piece = text[position : match.start() if match else None]
+        parts += [json.dumps(piece)] if piece else []
+        parts += [f"<[{ids[match.group()]}]>"] if match else []
+        position = match.end() if match else position
+    return " ".join(parts)
 
 
 def mark_of(part: str | int) -> str:
