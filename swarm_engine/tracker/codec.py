@@ -19,6 +19,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from swarm_engine.errors import BadRequestError, TokenizerError, UnsupportedError
+from swarm_engine.tracker.forcing import forced_call
 from swarm_engine.tracker.formats import ANY, Reasoning, beyond, find_format, tag_pattern
 from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message, Tool
 from swarm_engine.tracker.replies import Answer, Markup, ReplyReader
@@ -391,7 +393,16 @@ class ChatCodec:
             if answer.tool_calls and not closing and end in tail:
                 return tail.partition(end)[2]
             return tail
-        return _missing(closing, self.show(completion_ids[-MAX_CLOSING_TOKENS:])) + tail
+        return self._missing(closing, answer, completion_ids) + tail if closing else tail
+
+    def _missing(self, closing: str, answer: Answer, completion_ids: Sequence[int]) -> str:
+        """The rest of the markup that closes a call where a reply was cut inside it; white space does not count."""
+        _, found, behind = self.show(completion_ids).rpartition(answer.tool_calls[-1].arguments)
+        written = "".join(behind.split()) if found else ""
+        for length in range(len(closing) + 1):
+            if "".join(closing[:length].split()) == written:
+                return closing[length:]
+        return "" if "".join(closing.split()) in written else closing
 
     def encode(self, rendered: str) -> tuple[int, ...]:
         """Token ids of rendered text: whole markers are control tokens, all else is text."""
@@ -454,10 +465,47 @@ class ChatCodec:
         The reply to a raw prompt is content from end to end, for no template has said how to read it.
         """
         markup = None if draft.is_raw else self._markup
-        tags = self.reasoning_tags
-        is_open = tags is not None and draft.rendered.rstrip().endswith(tags.opens)
+        is_open = self._opens_reasoning(draft)
         names: Collection[str] = [tool["function"]["name"] for tool in draft.tools] if reads_tools else ()
         return ReplyReader(self, draft.call_id, stop=stop, markup=markup, is_reasoning_open=is_open, tool_names=names)
+
+    def _opens_reasoning(self, draft: Draft) -> bool:
+        """Whether the prompt has opened the reasoning; user text can't, for its tags are broken."""
+        tags = self.reasoning_tags
+        return tags is not None and draft.rendered.rstrip().endswith(tags.opens)
+
+    def forced_call_grammar(self, tools: Sequence[Tool], names: Collection[str], draft: Draft | None = None) -> str:
+        """A grammar (llguidance's Lark) of replies that call one of the named tools, reasoning before it allowed.
+
+        Whether the prompt has opened the reasoning is read off the draft, or taken to be as in a first question.
+
+        Raises:
+            UnsupportedError: this template's calls have no form that is known.
+        """
+        if self.format is None or self.format.calls is None:
+            raise UnsupportedError(
+                "the model's chat template has no form of tool calls that can be forced",
+                'send tool_choice "auto" or "none"',
+                param="tool_choice",
+            )
+        chosen = [tool["function"] for tool in tools if tool["function"]["name"] in names]
+        ids = {text: token["id"] for text, token in self._added.items()}
+        form = self.format
+        if draft is not None:
+            form = replace(form, is_reasoning_opened_by_prompt=self._opens_reasoning(draft))
+        return forced_call(form, chosen, lambda text: _lark_literals(text, self._marker, ids))
+
+
+def _lark_literals(text: str, marker: re.Pattern[str], ids: Mapping[str, int]) -> str:
+    """Text as Lark's literals, control tokens by their ids."""
+    parts = []
+    position = 0
+    for match in [*marker.finditer(text), None]:
+        piece = text[position : match.start() if match else None]
+        parts += [json.dumps(piece)] if piece else []
+        parts += [f"<[{ids[match.group()]}]>"] if match else []
+        position = match.end() if match else position
+    return " ".join(parts)
 
 
 def mark_of(part: str | int) -> str:
@@ -467,19 +515,6 @@ def mark_of(part: str | int) -> str:
 
 END_OF_ARGUMENTS = re.compile(r'\A"\s*\}')
 """What JSON writes after the last value of a stand-in's arguments."""
-
-MAX_CLOSING_TOKENS = 64
-"""The markup that closes a call is shorter."""
-
-
-def _missing(closing: str, shown: str) -> str:
-    """The rest of the closing markup where text ends with its beginning; white space doesn't count."""
-    squeezed = "".join(shown.split())
-    for length in range(len(closing), 0, -1):
-        start = "".join(closing[:length].split())
-        if start and squeezed.endswith(start):
-            return closing[length:]
-    return closing
 
 
 def _simpler(message: Message) -> Message:

@@ -254,15 +254,23 @@ def _checked(value: Any, where: str, depth: int) -> Any:
 def canonical(message: Mapping[str, Any]) -> bytes:
     """What two messages must share to be the same one: role, name, content and tool calls.
 
-    White space around the content, the model's reasoning and the ids of calls do not count; numbers count by value, for
-    a caller written in another language sends 1 for 1.0.
+    White space around the content, the model's reasoning and the ids of calls do not count. Arguments are compared as
+    JSON values where they are JSON at all, numbers by value: a caller writes them again in its own way, 1 for 1.0.
     """
     calls = [
-        [call["function"]["name"], _plain_numbers(call["function"]["arguments"])]
-        for call in message.get("tool_calls", ())
+        [call["function"]["name"], _value(call["function"]["arguments"])] for call in message.get("tool_calls", ())
     ] or None
     parts = [message["role"], message.get("name"), message["content"].strip(), calls]
     return json.dumps(parts, sort_keys=True).encode()
+
+
+def _value(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            arguments = {"json": json.loads(arguments)}
+        except (ValueError, RecursionError):
+            return arguments
+    return _plain_numbers(arguments)
 
 
 def _plain_numbers(value: Any) -> Any:

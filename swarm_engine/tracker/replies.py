@@ -602,10 +602,9 @@ class _Parser:
             at, length = self._find(ends)
             if at is None and not self._is_over:
                 length = min(length, len(self._text) - _overlap(self._text, soft_end))
-            block = self._text[:length]
-            end = scan.feed(block)
+            end = scan.feed(self._text, stop=length)
             used = length if end is None else end
-            self._argue(block[:used])
+            self._argue(self._text[:used])
             self._text = self._text[used:]
             if end is not None or at is not None or self._is_over:
                 self._space = ""
@@ -710,9 +709,9 @@ class JsonScan:
         self._is_in_string = False
         self._is_escaped = False
 
-    def feed(self, text: str, start: int = 0) -> int | None:
-        """Read on from `start`; one past the end of the value, or None where it goes on."""
-        for index in range(start, len(text)):
+    def feed(self, text: str, start: int = 0, stop: int | None = None) -> int | None:
+        """Read on from `start` to before `stop`; one past the end of the value, or None where it goes on."""
+        for index in range(start, len(text) if stop is None else stop):
             char = text[index]
             if self._is_in_string:
                 if self._is_escaped:

@@ -47,11 +47,19 @@ BARE = (
 """No control tokens at all."""
 
 
+BEFORE = "{% for message in messages %}{% if message.content == 'bye' %}(over){% endif %}{% endfor %}" + CHATML
+BEHIND = CHATML + "{% for message in messages %}{% if message.content == 'bye' %}(over){% endif %}{% endfor %}"
+"""What an answer says changes what stands before or behind it."""
+
+
 def make_codec(template: str) -> ChatCodec:
     return ChatCodec(make_tokenizer().to_str(), ChatTemplate(template, {}, NOW), (END_ID,))
 
 
-CODECS = {name: make_codec(globals()[name]) for name in ("CHATML", "TRIMMING", "FORGETFUL", "THINK_FIRST", "BARE")}
+CODECS = {
+    name: make_codec(globals()[name])
+    for name in ("CHATML", "TRIMMING", "FORGETFUL", "THINK_FIRST", "BARE", "BEFORE", "BEHIND")
+}
 
 
 class Chat:
@@ -195,6 +203,25 @@ def test_thinking_that_the_template_drops_makes_a_branch() -> None:
     chat.answer(draft, [END_ID])
     assert chat.merged() == 2
     assert all(call.untrained_because is None for call in chat.calls())
+
+
+def test_an_answer_that_the_template_reads_otherwise_than_it_was_sampled_makes_a_branch() -> None:
+    """The tag was sampled in plain tokens, so it is content; the template takes what stands before it away."""
+    chat = Chat("FORGETFUL")
+    answer = chat.reply(user("hi"), sampled=[*ids("x</think>y"), END_ID])
+    assert answer["content"] == "x</think>y"
+    draft = chat.ask(user("hi"), answer, user("go"))
+    assert draft.extends is None
+    assert chat.codec.show(draft.prompt_ids).count("x") == 0
+
+
+def test_an_answer_that_changes_what_the_template_writes_elsewhere_makes_a_branch() -> None:
+    for template, extends in (("BEFORE", None), ("BEHIND", None), ("CHATML", "e-0")):
+        chat = Chat(template)
+        answer = chat.reply(user("hi"), sampled=[*ids("bye"), END_ID])
+        assert chat.ask(user("hi"), answer, user("go")).extends == extends
+        other = chat.reply(user("ho"), sampled=[*ids("ok"), END_ID])
+        assert chat.ask(user("ho"), other, user("go")).extends == "e-2"
 
 
 def test_an_empty_thinking_block_that_comes_and_goes_makes_a_branch_and_no_crash() -> None:
