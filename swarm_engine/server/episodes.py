@@ -12,7 +12,6 @@ from swarm_engine.config import SamplerBackend
 from swarm_engine.errors import BadRequestError, ContextLengthError, EpisodeLostError, NotFoundError, UnsupportedError
 from swarm_engine.protocol import Generate
 from swarm_engine.seeding import derive_seed
-from swarm_engine.server.grammars import either
 from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Seat
 from swarm_engine.server.worker_link import Generation, WorkerLink
@@ -166,8 +165,8 @@ class LiveEpisode:
                 "leave it out",
                 param=request.unthinking,
             )
-        grammar = _grammar(loaded, request)
         drafts = self._drafts(loaded, agent, request)
+        grammar = _grammar(loaded, request, drafts[0])
         num_prompt, limit = len(drafts[0].prompt_ids), loaded.policy.max_context
         room = limit - num_prompt
         if room < 1:
@@ -266,23 +265,19 @@ def _script_ids(loaded: Loaded, script: Script) -> tuple[int, ...]:
     return ids if ids and ids[-1] in ends else (*ids, ends[0])
 
 
-def _grammar(loaded: Loaded, request: CallRequest) -> str | None:
-    """What the reply must follow; None where it is free.
-
-    An answer's form leaves a model that has tools its calls.
-    """
+def _grammar(loaded: Loaded, request: CallRequest, draft: Draft) -> str | None:
+    """What the reply must follow; None where it is free."""
+    codec, tools = loaded.codec, request.tools
     match request.tool_choice:
         case Named(names):
-            return loaded.codec.forced_call_grammar(request.tools, names)
-        case Auto() if request.grammar is None or not request.tools:
-            return request.grammar
-        case NoTools():
-            return request.grammar
-    names = tuple(tool["function"]["name"] for tool in request.tools)
-    calls = loaded.codec.forced_call_grammar(request.tools, names)
-    if isinstance(request.tool_choice, Required) or request.grammar is None:
-        return calls
-    return either(calls, request.grammar)
+            return codec.forced_call_grammar(tools, names, draft)
+        case Required():
+            return codec.forced_call_grammar(tools, [tool["function"]["name"] for tool in tools], draft)
+        case Auto() | NoTools():
+            if request.grammar is None:
+                return None
+            callable_tools = tools if isinstance(request.tool_choice, Auto) else ()
+            return codec.formed_answer_grammar(request.grammar, callable_tools, draft)
 
 
 @dataclass(slots=True, eq=False)

@@ -66,19 +66,6 @@ def json_object_grammar() -> str:
     return json_schema_grammar({"type": "object"})
 
 
-def either(first: str, second: str) -> str:
-    """The grammar of what fits one of two grammars, each a JSON of one grammar or Lark."""
-    parts = [_named("first", first), _named("second", second)]
-    return json.dumps({"grammars": [{"name": "start", "lark_grammar": "start: @first | @second"}, *parts]})
-
-
-def _named(name: str, grammar: str) -> dict[str, Any]:
-    if grammar.lstrip().startswith("{"):
-        (only,) = json.loads(grammar)["grammars"]
-        return {**only, "name": name}
-    return {"name": name, "lark_grammar": grammar}
-
-
 @lru_cache(maxsize=256)
 def _compile(text: str) -> str:
     from llguidance import LLMatcher, LLParserLimits

@@ -31,7 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from swarm_engine.errors import BadRequestError, TokenizerError, UnsupportedError
-from swarm_engine.tracker.forcing import forced_call
+from swarm_engine.tracker.forcing import forced_call, formed_answer
 from swarm_engine.tracker.formats import ANY, Reasoning, beyond, find_format, tag_pattern
 from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message, Tool
 from swarm_engine.tracker.replies import Answer, Markup, ReplyReader
@@ -489,11 +489,20 @@ class ChatCodec:
                 param="tool_choice",
             )
         chosen = [tool["function"] for tool in tools if tool["function"]["name"] in names]
-        ids = {text: token["id"] for text, token in self._added.items()}
         form = self.format
         if draft is not None:
             form = replace(form, is_reasoning_opened_by_prompt=self._opens_reasoning(draft))
-        return forced_call(form, chosen, lambda text: _lark_literals(text, self._marker, ids))
+        return forced_call(form, chosen, self._lark_literals)
+
+    def formed_answer_grammar(self, answer: str, tools: Sequence[Tool], draft: Draft) -> str:
+        """A grammar of replies whose answer fits another one; reasoning, and calls of the tools, stay possible."""
+        if self.format is None:
+            return answer
+        form = replace(self.format, is_reasoning_opened_by_prompt=self._opens_reasoning(draft))
+        return formed_answer(form, answer, [tool["function"] for tool in tools], self._lark_literals)
+
+    def _lark_literals(self, text: str) -> str:
+        return _lark_literals(text, self._marker, {text: token["id"] for text, token in self._added.items()})
 
 
 def _lark_literals(text: str, marker: re.Pattern[str], ids: Mapping[str, int]) -> str:

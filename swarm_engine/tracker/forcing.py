@@ -1,4 +1,4 @@
-"""Grammars under which a model must call a tool, in the form that its template writes calls."""
+"""Grammars under which a model must call a tool or write its answer in a given form, as its template writes replies."""
 
 from __future__ import annotations
 
@@ -22,10 +22,32 @@ def forced_call(form: ReplyFormat, functions: Sequence[Mapping[str, Any]], liter
         functions: the tools that may be called.
         literals: text as Lark's literals, control tokens by their ids.
     """
-    assert form.calls is not None, "calls are forced where they have a syntax"
-    rules = [f"start: {_before(form, literals)}call"]
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
+    return _lark(form, "call", functions, literals)
+
+
+def formed_answer(
+    form: ReplyFormat, answer: str, functions: Sequence[Mapping[str, Any]], literals: Callable[[str], str]
+) -> str:
+    """A grammar (JSON) of replies whose answer fits another grammar; reasoning stays free.
+
+    Args:
+        answer: JSON of one grammar.
+        functions: tools that may be called in the answer's place.
+    """
+    (inner,) = json.loads(answer)["grammars"]
+    is_channels = form.calls is not None and form.calls.family is Family.CHANNELS
+    shown = f"{literals('<|channel|>final<|message|>')} @answer" if is_channels else "@answer"
+    lark = _lark(form, f"(call | {shown})" if functions else shown, functions, literals)
+    return json.dumps({"grammars": [{"name": "reply", "lark_grammar": lark}, {**inner, "name": "answer"}]})
+
+
+def _lark(form: ReplyFormat, reply: str, functions: Sequence[Mapping[str, Any]], literals: Callable[[str], str]) -> str:
+    """The rules of a reply, reasoning before it and calls in it."""
+    rules = [f"start: {_before(form, literals)}{reply}"]
+    if functions:
+        rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
     for index, function in enumerate(functions):
+        assert form.calls is not None, "calls are forced where they have a syntax"
         head, tail = _around(form.calls, function["name"])
         middle = f" {ID} ".join(literals(part) for part in head.split(ANY))
         rules.append(f"call_{index}: {middle} arguments_{index} {literals(tail)}".rstrip())
@@ -41,8 +63,7 @@ def forced_call(form: ReplyFormat, functions: Sequence[Mapping[str, Any]], liter
 
 def _before(form: ReplyFormat, literals: Callable[[str], str]) -> str:
     """Reasoning, where the model may write some or the prompt has opened it."""
-    assert form.calls is not None, "calls are forced where they have a syntax"
-    if form.calls.family is Family.CHANNELS:
+    if form.calls is not None and form.calls.family is Family.CHANNELS:
         opens, closes = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
         return f"({literals(opens)} reasoning_text {literals(closes)})? "
     if form.reasoning is None:

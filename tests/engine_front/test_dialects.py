@@ -1013,7 +1013,8 @@ def test_a_reply_of_a_given_form_is_sampled_under_a_grammar_and_not_trained(
         limit = "max_output_tokens" if route == "responses" else "max_tokens"
         answer = post(claimed, route, {**BODIES[route], **change, limit: 500})
         assert answer.status_code == 200, answer.text
-        free = post(claimed, route, {**BODIES[route], limit: 500})
+        asked = {"input": "again"} if route == "responses" else {"messages": [{"role": "user", "content": "again"}]}
+        free = post(claimed, route, {**BODIES[route], **asked, limit: 500})
         assert free.status_code == 200
         with played.client() as client:
             masks = [any(timeline["blocks"][-1]["loss_mask"]) for timeline in client.timelines(claimed.episode_id)]

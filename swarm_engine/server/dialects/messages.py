@@ -103,8 +103,6 @@ class Blocks:
         """Of the pieces that the open block takes: their type, and for a call its place; None where none is open."""
         self._parts: list[str] = []
         """Text of the open block."""
-        self._blank = ""
-        """White space that no text has followed yet: the API knows no blank text blocks."""
 
     def message(self, call: RunningCall | None = None) -> Event:
         """The message as it is now; with its call where that is recorded."""
@@ -133,12 +131,6 @@ class Blocks:
         """Events of what came in."""
         for delta in news.deltas:
             kind = type(delta) if isinstance(delta, TextDelta | ReasoningDelta) else delta.index
-            if isinstance(delta, TextDelta) and kind != self._kind:
-                text = self._blank + delta.text
-                if not text.strip():
-                    self._blank = text
-                    continue
-                self._blank, delta = "", TextDelta(text)
             if kind != self._kind:
                 yield from self.close()
                 yield self._open(delta)
@@ -149,7 +141,7 @@ class Blocks:
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
     def _open(self, delta: Delta) -> Event:
-        self._parts, self._blank = [], ""
+        self._parts = []
         block: dict[str, Any]
         match delta:
             case TextDelta():
