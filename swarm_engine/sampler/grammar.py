@@ -9,7 +9,6 @@ The library and the tokenizer's tables are loaded with the first grammar that co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -64,10 +63,8 @@ class Grammars:
 
             if not self._end_ids:
                 raise BadRequestError("the policy has no end token, so a reply could not end where its grammar does")
-            parsed = json.loads(self._tokenizer_file.read_text(encoding="utf-8"))
-            for token in parsed["added_tokens"]:
-                token["special"] = True
-            self._tokenizer = LLTokenizer(json.dumps(parsed), n_vocab=self._vocab_size, eos_token=self._end_ids)
+            tokenizer = self._tokenizer_file.read_text(encoding="utf-8")
+            self._tokenizer = LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=self._end_ids)
         return self._tokenizer
 
 

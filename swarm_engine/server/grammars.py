@@ -13,12 +13,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swarm_engine.errors import BadRequestError, UnsupportedError
-
-if TYPE_CHECKING:
-    from llguidance import JsonCompileOptions
 
 MAX_SCHEMA_CHARS = 256 * 1024
 MAX_FAULT_CHARS = 400
@@ -72,8 +69,8 @@ def _compile(text: str) -> str:
 
     for keyword, where in unknown_keywords(json.loads(text)):
         raise UnsupportedError(f"{keyword} (in {where}) can't be enforced in a schema", "leave it out")
-    blanks: JsonCompileOptions = {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}"}
-    grammar = LLMatcher.grammar_from_json_schema(text, overrides=blanks)
+    blanks = rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}"
+    grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": blanks})
     is_error, faults = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(verbose_errors=False))
     if is_error or faults:
         raise BadRequestError(f"the schema can't be enforced: {_in_our_words('; '.join(faults))}")

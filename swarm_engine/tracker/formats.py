@@ -205,7 +205,8 @@ class _Probe:
     def _pairs(self) -> list[Reasoning]:
         """Tags that may stand around reasoning: control tokens that come in pairs, and the usual one."""
         pairs = [Reasoning(one, f"{one[0]}/{one[1:]}") for one in self._added]
-        pairs = [pair for pair in pairs if pair.closes in self._added]
+        known = set(self._added)
+        pairs = [pair for pair in pairs if pair.closes in known]
         return [*pairs, Reasoning("<think>", "</think>")]
 
     def _reads(self, tags: Reasoning) -> bool:

@@ -88,7 +88,7 @@ def test_text_survives_encoding_and_decoding(text: str) -> None:
 
 
 def test_every_token_has_its_own_bytes_even_where_a_character_needs_four() -> None:
-    """B013: no U+FFFD in the bytes."""
+    """B013 and B024: no U+FFFD in the bytes, and no token without any, the end token included."""
     smile = [240, 159, 152, 138]
     assert [list(CODEC.token_bytes(one)) for one in smile] == [[240], [159], [152], [138]]
     assert CODEC.decode(smile) == "😊"

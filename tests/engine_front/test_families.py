@@ -11,6 +11,7 @@ import pytest
 from chat_templates import CODECS, KINDS, NOW, QWEN25
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from tiny_tokenizer import ids
 
 from swarm_engine.config import History, Merge
@@ -356,12 +357,18 @@ def test_a_stop_string_at_the_closing_tag_does_not_write_the_tag_twice() -> None
         assert text + "<|im_end|>\n" in chat.codec.show(row.tokens)
 
 
-@pytest.mark.parametrize("kind", WITH_TOOLS)
-@pytest.mark.parametrize("arguments", ['{"q": "x"', '{"q": }', "[1,2]", '"abc"', '{"q": "\\ud800"}', "{'q': 1}"])
+NO_OBJECTS = ['{"q": }', "[1,2]", '"abc"', '{"q": "\\ud800"}', "{'q': 1}"]
+UNCLOSED = '{"q": "x"'
+"""Where the call itself is a JSON object, the brace that closes the call would close these arguments."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [(kind, arguments) for kind in WITH_TOOLS for arguments in NO_OBJECTS]
+    + [(kind, UNCLOSED) for kind in ("mistral_named", "harmony", "deepseek")],
+)
 def test_malformed_arguments_are_served_again_as_they_are(kind: str, arguments: str) -> None:
     """B022: the next call is served, its prompt holds the raw text, and so does a history without a record."""
-    if arguments == '{"q": "x"' and kind not in ("mistral_named", "harmony", "deepseek"):
-        pytest.skip("the brace that closes the call closes these arguments")
     chat = Chat(kind, tools=TOOLS)
     chat.messages = [user("hi")]
     answer = chat.turn(call_text(kind, arguments))
@@ -499,6 +506,35 @@ def test_of_the_choices_of_an_ask_those_are_trained_that_later_calls_build_on() 
     chat.finish(later, ids("x"))
     reasons = [call.untrained_because for call in chat.calls()]
     assert reasons == [Untrained.UNUSED_RETRY, None, Untrained.UNUSED_RETRY, None]
+
+
+def test_a_call_that_was_cut_from_the_reply_is_not_part_of_a_history_that_extends_it() -> None:
+    """B070: two calls sampled, one returned; the record holds both, a history with one starts a row of its own."""
+    chat = Chat("qwen25", tools=TOOLS)
+    (draft,) = chat.ask(user("hi"))
+    sampled = chat.codec.encode(
+        call_text("qwen25", "{}").replace("<|im_end|>", "\n") + call_text("qwen25", '{"q": "x"}')
+    )
+    answer = chat.finish(draft, sampled)
+    assert [call.arguments for call in answer.tool_calls] == ["{}", '{"q": "x"}']
+    returned = sent_back(Answer(answer.content, None, answer.tool_calls[:1]))
+    result = {"role": "tool", "tool_call_id": answer.tool_calls[0].call_id, "content": "17"}
+    (later,) = chat.ask(user("hi"), returned, result)
+    assert later.extends is None
+    assert chat.codec.show(later.prompt_ids).count('"arguments": ') == 1
+    chat.finish(later, [chat.codec.encode("<|im_end|>")[0]])
+    assert [row.num_trained for row in chat.rows()] == [len(sampled), 1]
+
+
+def test_a_record_comes_back_from_json_as_it_was() -> None:
+    chat = Chat("qwen3", tools=TOOLS)
+    chat.messages = [user("hi")]
+    chat.turn(call_text("qwen3"))
+    chat.messages += chat.results("17")
+    chat.turn("<think>\nso\n</think>\n\nok<|im_end|>")
+    records = TypeAdapter(EpisodeRecord)
+    record = chat.record()
+    assert records.validate_json(records.dump_json(record)) == record
 
 
 def test_a_call_that_was_constrained_is_kept_as_context() -> None:

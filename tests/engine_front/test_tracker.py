@@ -131,6 +131,20 @@ def test_the_newline_behind_the_end_token_is_in_the_row_without_a_loss() -> None
     assert list(map(int, timeline.loss_mask)) == mask
 
 
+def test_the_loss_covers_the_sampled_tokens_of_a_turn_and_nothing_of_its_frame() -> None:
+    """B025: [start, 'assistant', newline, T1, T2, end, newline] has the mask [0, 0, 0, 1, 1, 1, 0]."""
+    chat = Chat()
+    first = chat.reply(user("hi"), sampled=[97, 99, END_ID])
+    chat.reply(user("hi"), first, user("go"), sampled=[100, END_ID])
+    (timeline,) = merge(chat.record().episode.timelines(), Merge.TOKEN)
+    start = [at for at, token in enumerate(timeline.tokens) if token == START_ID][1]
+    frame = [START_ID, *ids("assistant\n"), 97, 99, END_ID, *ids("\n")]
+    assert list(timeline.tokens[start : start + len(frame)]) == frame
+    mask = timeline.loss_mask[start : start + len(frame)]
+    assert list(map(int, mask)) == [0] * 11 + [1, 1, 1] + [0]
+    assert sum(mask) == len(chat.calls()[0].completion_ids) == 3
+
+
 def test_white_space_that_a_template_trims_does_not_cut_the_conversation() -> None:
     """B006: five turns of 'ok  \\n' give one row, and no sampled token is lost."""
     chat = Chat("TRIMMING")

@@ -265,13 +265,19 @@ def test_cancelling_and_new_weights_leave_a_constrained_reply_whole(
     json.loads(tokenizer.decode(ids_of(replies, "kept")[:-1], skip_special_tokens=False))
 
 
-def test_control_tokens_are_no_text(tiny: LoadedPolicy) -> None:
+def test_control_tokens_are_no_text(tiny: LoadedPolicy, tmp_path: Path) -> None:
     """Not even those that the tokenizer does not flag as special."""
-    vocab_size = tiny.model.config.vocab_size
-    anything = Grammars(tiny.tokenizer_dir, vocab_size, (END,)).start("start: /(.|\\n)+/").allowed()
-    assert not anything[:3].any()
-    named = Grammars(tiny.tokenizer_dir, vocab_size, (END,)).start('start: <|im_start|> "a"').allowed()
-    assert np.flatnonzero(named).tolist() == [1]
+    parsed = json.loads((tiny.tokenizer_dir / "tokenizer.json").read_text())
+    marker = len(parsed["model"]["vocab"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    parsed["added_tokens"].append({"id": marker, "content": "<tool_call>", **flags})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
+    grammars = Grammars(tmp_path, tiny.model.config.vocab_size, (END,))
+    anything = grammars.start("start: /(.|\\n)+/").allowed()
+    assert anything[3:marker].any()
+    assert not anything[[0, 1, 2, marker]].any()
+    assert np.flatnonzero(grammars.start('start: <tool_call> "a"').allowed()).tolist() == [marker]
+    assert np.flatnonzero(grammars.start('start: <|im_start|> "a"').allowed()).tolist() == [1]
 
 
 def test_any_json_object_is_an_object(sampler_of: Callable[..., SlotSampler], tokenizer: Tokenizer) -> None:
