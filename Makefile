@@ -10,7 +10,9 @@ TESTS ?= tests
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
-.PHONY: research test check format clean
+FRAMEWORKS := $(VENV)-frameworks
+
+.PHONY: research test test-heavy check format clean
 
 research: $(VENV)/installed-engine
 	$(BIN)/a3r research --yes "$(QUESTION)"
@@ -20,6 +22,10 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not heavy and not gpu" $(TESTS)
+
+# What needs more than the core environment: agents in the frameworks that people use, in an environment of their own.
+test-heavy: $(FRAMEWORKS)/installed
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -32,7 +38,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(FRAMEWORKS) build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -46,4 +52,10 @@ $(VENV)/installed-engine: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed-engine
 	$(PIP_INSTALL) --editable ".[engine,postgres,dev]"
+	@touch $@
+
+$(FRAMEWORKS)/installed: pyproject.toml constraints-frameworks.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints-frameworks.txt --editable ".[engine,frameworks,dev]"
 	@touch $@

@@ -43,6 +43,16 @@ class Aggregation(StrEnum):
     """Mean over each agent's sampled tokens of an episode, then over these."""
 
 
+class History(StrEnum):
+    """What a request goes on from whose history holds an earlier reply."""
+
+    RECORDED = "recorded"
+    """The recorded ids, unless the chat template takes something out of history by its own rule (reasoning, old tool
+    results); there the template is followed, and the request starts a timeline of its own."""
+    APPEND = "append"
+    """The recorded ids, whatever the template takes out of history."""
+
+
 class CollectionRule(StrEnum):
     """When the batch is full."""
 
@@ -95,6 +105,7 @@ class PolicyConfig(Frozen):
     model: str = "nano-tictactoe"
     """A name from `swarm_engine.models`, or a folder under the server's model root."""
     trainable: bool = True
+    history: History = History.RECORDED
 
 
 class EngineConfig(Frozen):

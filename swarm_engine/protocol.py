@@ -69,6 +69,8 @@ class Generate:
     """Token ids to play instead of sampling; only the scripted backend takes them."""
     is_streamed: bool = True
     """False: nobody looks before the end, so the tokens come in as few `Sampled` as their policy versions allow."""
+    grammar: str | None = None
+    """What the reply must be, as llguidance reads it (JSON or Lark); see `swarm_engine.sampler.grammar`."""
     type: Literal["generate"] = "generate"
 
 
@@ -79,7 +81,11 @@ class Sampled:
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """In nats, of the distribution sampled from; under a grammar that is what the grammar left of it."""
     policy_version: int
+    top: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    """For each token the likeliest ones of its place with their logprobs, likeliest first and only those that could be
+    sampled, so they may be fewer than asked for; None where none were asked for."""
     type: Literal["sampled"] = "sampled"
 
 

@@ -65,6 +65,19 @@ class FinishReason(StrEnum):
     """The caller went away; the call is kept as a record and never trained."""
 
 
+class Untrained(StrEnum):
+    """Why a call's reply carries no loss."""
+
+    GREEDY = "greedy"
+    """Temperature 0 has no distribution to train."""
+    CANCELLED = "cancelled"
+    """Its caller went away."""
+    UNUSED_RETRY = "unused_retry"
+    """Its caller asked the same again and went on from another reply."""
+    CONSTRAINED = "constrained"
+    """Sampled under a grammar, so from another distribution than the policy's own."""
+
+
 class ClaimReason(StrEnum):
     """Why a claim got no episode this time."""
 
@@ -85,6 +98,8 @@ class SamplingParams:
     """0 is greedy; such a call is recorded and never trained."""
     seed: int = 0
     """Seeds this request's own random stream; see `swarm_engine.seeding`."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to report at each place beside the one sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +115,7 @@ class Span:
     """Optimizer step of the weights that sampled each token."""
     temperature: float
     is_trained: bool = True
-    """False where the call is context only (greedy, cancelled); see `Call.untrained_because`."""
+    """False where the call is context only; see `Call.untrained_because`."""
 
     @property
     def end(self) -> int:
@@ -183,8 +198,8 @@ class Call:
     policy_versions: tuple[int, ...]
     temperature: float
     finish_reason: FinishReason
-    untrained_because: str | None = None
-    """Why the reply carries no loss: `greedy`, `cancelled`, `unused_retry`; None where it is trained."""
+    untrained_because: Untrained | None = None
+    """None where the reply is trained."""
 
     def timeline(self) -> Timeline:
         """This call as a timeline of its own."""

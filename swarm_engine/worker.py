@@ -53,6 +53,7 @@ from swarm_engine.protocol import (
     unframe,
 )
 from swarm_engine.sampler import Sampler
+from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -115,6 +116,7 @@ class Engine:
             max_running=config.sampler.max_running,
             is_lockstep=config.lockstep,
             version=trainer.step,
+            grammars=Grammars(policy.tokenizer_dir, policy.model.config.vocab_size, policy.end_ids),
         )
         check_agreement(policy, config.lockstep)
         return Engine(name, policy, trainer, sampler, Path(boot.checkpoint_dir), policy_config.trainable)

@@ -268,11 +268,13 @@ class AsyncSwarmClient:
         mode: Mode = Mode.TRAIN,
         group_id: str | None = None,
         tags: Mapping[str, str] | None = None,
+        script: wire.Script | None = None,
         wait_s: float | None = 20.0,
     ) -> Episode:
         """Claim an episode; `episode` does so for a `with` block.
 
         Args:
+            script: for the scripted backend, the replies to play in order of the episode's calls.
             wait_s: seconds to wait for one; None waits for ever.
 
         Raises:
@@ -283,7 +285,7 @@ class AsyncSwarmClient:
         deadline = None if wait_s is None else clock() + wait_s
         while True:
             left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - clock())
-            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, min(left, wire.MAX_POLL_S))
+            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, script, min(left, wire.MAX_POLL_S))
             lease = await self._ask_for_lease(task_id, body)
             if isinstance(lease, wire.Lease):
                 episode = Episode(self, lease)
@@ -319,10 +321,12 @@ class AsyncSwarmClient:
         mode: Mode = Mode.TRAIN,
         group_id: str | None = None,
         tags: Mapping[str, str] | None = None,
+        script: wire.Script | None = None,
         wait_s: float | None = 20.0,
     ) -> AsyncIterator[Episode]:
         """An episode for a `with` block, which must end it; see `claim`."""
-        async with await self.claim(task_id, mode=mode, group_id=group_id, tags=tags, wait_s=wait_s) as episode:
+        claimed = await self.claim(task_id, mode=mode, group_id=group_id, tags=tags, script=script, wait_s=wait_s)
+        async with claimed as episode:
             yield episode
 
     async def _beat(self) -> None:

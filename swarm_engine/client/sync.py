@@ -209,11 +209,13 @@ class SwarmClient:
         mode: Mode = Mode.TRAIN,
         group_id: str | None = None,
         tags: Mapping[str, str] | None = None,
+        script: wire.Script | None = None,
         wait_s: float | None = 20.0,
     ) -> SyncEpisode:
         """Claim an episode, to be used in a `with` block that ends it.
 
         Args:
+            script: for the scripted backend, the replies to play in order of the episode's calls.
             wait_s: seconds to wait for one; None waits for ever.
 
         Raises:
@@ -223,7 +225,7 @@ class SwarmClient:
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while True:
             left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
-            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, min(left, wire.MAX_POLL_S))
+            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, script, min(left, wire.MAX_POLL_S))
             lease = wire.read_claim(task_id, self._control("POST", "/episodes", body))
             if isinstance(lease, wire.Lease):
                 episode = SyncEpisode(self, lease)

@@ -30,6 +30,8 @@ UNAVAILABLE_STATUS = (502, 503, 504)
 Reward = float | Mapping[str, float | None] | None
 """One number for every agent, a number for each, or None where it can't be judged."""
 Messages = Sequence[Mapping[str, Any]]
+Script = Sequence[str | Sequence[int]]
+"""Replies for the scripted backend to play call by call, as text or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,13 @@ def read_token(file: Path) -> str:
 
 
 def claim_body(
-    client_id: str, task_id: str, mode: Mode, group_id: str | None, tags: Mapping[str, str] | None, wait_s: float
+    client_id: str,
+    task_id: str,
+    mode: Mode,
+    group_id: str | None,
+    tags: Mapping[str, str] | None,
+    script: Script | None,
+    wait_s: float,
 ) -> dict[str, Any]:
     """Body of a claim."""
     body: dict[str, Any] = {"client_id": client_id, "task_id": task_id, "mode": mode, "wait_s": wait_s}
@@ -180,6 +188,8 @@ def claim_body(
         body["group_id"] = group_id
     if tags:
         body["tags"] = dict(tags)
+    if script is not None:
+        body["script"] = [reply if isinstance(reply, str) else list(reply) for reply in script]
     return body
 
 
@@ -234,7 +244,7 @@ def chat_body(
 def read_chat(answer: Mapping[str, Any]) -> ChatReply:
     """The reply of a chat completion."""
     choice = answer["choices"][0]
-    text = choice["message"]["content"]
+    text = choice["message"]["content"] or ""
     return ChatReply(
         text=text,
         finish_reason=choice["finish_reason"],

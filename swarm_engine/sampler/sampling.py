@@ -7,6 +7,8 @@ change it. Tokens come from the inverse of the cumulative distribution, in two l
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -36,7 +38,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def choose(
     logits_B_V: Tensor, temperatures_B: Tensor, uniforms_B: Tensor, forced_B: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The next token of each row and its log-probability in nats under the distribution it was drawn from.
 
     That is softmax(logits / temperature), in float32. At temperature 0 the token is the likeliest (the lowest id among
@@ -49,7 +51,7 @@ def choose(
         uniforms_B: float64 in [0, 1).
         forced_B: token ids to take instead, -1 where the row draws its own.
     Returns:
-        Token ids (int64) and log-probabilities (float32), each of shape (B,).
+        Token ids (int64) and log-probabilities (float32), each of shape (B,), and the log-probabilities of all tokens.
     """
     is_greedy_B = temperatures_B == 0
     scale_B = temperatures_B.masked_fill(is_greedy_B, 1.0)
@@ -59,7 +61,17 @@ def choose(
         tokens_B = torch.where(is_greedy_B, logprobs_B_V.argmax(-1), tokens_B)
     if forced_B is not None:
         tokens_B = torch.where(forced_B >= 0, forced_B, tokens_B)
-    return tokens_B, logprobs_B_V.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+    return tokens_B, logprobs_B_V.gather(1, tokens_B.unsqueeze(1)).squeeze(1), logprobs_B_V
+
+
+def likeliest(logprobs_V: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The `count` likeliest tokens with their log-probabilities, likeliest first, the lower id first among equals.
+
+    Tokens that can't be sampled are left out, for minus infinity has no place in JSON.
+    """
+    values, ids = logprobs_V.topk(min(count, len(logprobs_V)))
+    found = zip(ids.tolist(), values.tolist(), strict=True)
+    return tuple(sorted(((one, value) for one, value in found if value > -math.inf), key=lambda it: (-it[1], it[0])))
 
 
 def draw(weights_B_V: Tensor, uniforms_B: Tensor) -> Tensor:

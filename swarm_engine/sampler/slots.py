@@ -7,6 +7,9 @@ the next token of all that run. Requests therefore join and leave at any step, a
 request depends on the request and the weights alone.
 
 The scripted backend is the same machine with the token forced instead of drawn: its log-probabilities are the model's.
+
+A request with a grammar has the tokens that its grammar rules out taken from its own row of the logits, before anything
+is drawn; the rows beside it hold the same numbers as without it.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm_engine.config import SamplerBackend
+from swarm_engine.errors import BadRequestError
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.cache import KeyValueCache
-from swarm_engine.sampler.sampling import choose, uniforms
+from swarm_engine.sampler.grammar import Constraint, Grammars
+from swarm_engine.sampler.sampling import choose, likeliest, uniforms
 from swarm_engine.types import FinishReason
 
 PREFILL_TOKENS = 2048
@@ -44,8 +49,12 @@ class Running:
     slot: int
     max_tokens: int
     """What the request asked for, or the rest of the context."""
+    constraint: Constraint | None
+    """Where the reply is in the request's grammar; None where it has none."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    """As long as `token_ids` where the request asked for likely tokens, empty otherwise."""
     num_sent: int = 0
     """Tokens already reported."""
 
@@ -54,8 +63,9 @@ class Running:
         if self.num_sent == len(self.token_ids):
             return []
         tokens, logprobs = tuple(self.token_ids[self.num_sent :]), tuple(self.logprobs[self.num_sent :])
+        top = tuple(self.top[self.num_sent :]) if self.request.params.top_logprobs else None
         self.num_sent = len(self.token_ids)
-        return [Sampled(self.request.request_id, tokens, logprobs, version)]
+        return [Sampled(self.request.request_id, tokens, logprobs, version, top)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,7 @@ class SlotSampler:
         max_running: int = 64,
         is_lockstep: bool = False,
         version: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         self.num_prefilled = 0
         """Prompt tokens computed since the start, those taken from the cache not counted."""
@@ -86,6 +97,7 @@ class SlotSampler:
         self._end_ids = frozenset(end_ids)
         self._backend = backend
         self._is_lockstep = is_lockstep
+        self._grammars = grammars
         self._max_context = model.config.max_context
         num_slots = 1 if is_lockstep else max_running
         dtype = model.embedding.dtype
@@ -155,6 +167,8 @@ class SlotSampler:
             return f"max_tokens is {request.params.max_tokens}; it must be at least 1"
         if not 0 <= request.params.temperature < float("inf"):
             return f"temperature is {request.params.temperature}; it must be finite and at least 0"
+        if not 0 <= request.params.top_logprobs <= vocab_size:
+            return f"top_logprobs is {request.params.top_logprobs}; it must be from 0 to the vocabulary's {vocab_size}"
         strange = next((token for token in (*prompt, *(request.script or ())) if not 0 <= token < vocab_size), None)
         if strange is not None:
             return f"token id {strange} is outside the vocabulary of {vocab_size}"
@@ -162,7 +176,23 @@ class SlotSampler:
             return "the scripted sampler got no script to play; give one, or set sampler.backend to 'torch'"
         if self._backend is not SamplerBackend.SCRIPTED and request.script is not None:
             return f"a script was given to the {self._backend} sampler; set sampler.backend to 'scripted'"
+        try:
+            self._constrain(request)
+        except BadRequestError as error:
+            return str(error)
         return None
+
+    def _constrain(self, request: Generate) -> Constraint | None:
+        """The start of the request's grammar; None where it has none.
+
+        Raises:
+            BadRequestError: the grammar is broken.
+        """
+        if request.grammar is None:
+            return None
+        if self._grammars is None:
+            raise BadRequestError("this sampler takes no grammar", "make it with the policy's tokenizer")
+        return self._grammars.start(request.grammar)
 
     def _start_waiting(self) -> list[Reply]:
         """Give slots to waiting requests, in waves: who shares a prompt with one of this wave takes it over in the
@@ -188,7 +218,7 @@ class SlotSampler:
     def _seat(self, request: Generate, slot: int) -> None:
         params = request.params
         most = min(params.max_tokens, self._max_context - len(request.prompt_ids))
-        self._running[slot] = Running(request, slot, most)
+        self._running[slot] = Running(request, slot, most, self._constrain(request))
         self._temperatures_S[slot] = params.temperature
         self._seeds_S[slot] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
 
@@ -299,23 +329,35 @@ class SlotSampler:
         if self._backend is SamplerBackend.SCRIPTED:
             scripts = [running.request.script or () for running in requests]
             forced_B = torch.tensor([script[count] for script, count in zip(scripts, counts_B, strict=True)])
-        tokens_B, logprobs_B = choose(
-            self._model.logits(hidden_B_C),
+        logits_B_V = self._model.logits(hidden_B_C)
+        problems = _rule_out(requests, logits_B_V)
+        tokens_B, logprobs_B, logprobs_B_V = choose(
+            logits_B_V,
             torch.from_numpy(self._temperatures_S[slots_B]),
             torch.from_numpy(uniforms(self._seeds_S[slots_B], counts_B)),
             forced_B,
         )
         self._last_S[slots_B] = tokens_B.numpy()
         replies: list[Reply] = []
-        for running, token, logprob in zip(requests, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
-            if logprob != logprob or logprob == float("-inf"):
+        chosen = zip(requests, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
+        for place, (running, token, logprob) in enumerate(chosen):
+            problem = problems.get(place) or _problem_of(running, token, logprob)
+            if problem is not None:
                 self._free(running)
-                message = f"the log-probability of token {token} is {logprob}; the policy's weights are broken"
-                replies.append(Rejected(running.request.request_id, message))
+                replies.append(Rejected(running.request.request_id, problem))
                 continue
             running.token_ids.append(token)
             running.logprobs.append(logprob)
+            if running.request.params.top_logprobs:
+                running.top.append(likeliest(logprobs_B_V[place], running.request.params.top_logprobs))
             ended = self._ended(running, token)
+            if running.constraint is not None and token not in self._end_ids:
+                running.constraint.take(token)
+                if ended is FinishReason.STOP and not running.constraint.is_complete:
+                    self._free(running)
+                    problem = "the script ends before the grammar is complete; play one that fits it"
+                    replies.append(Rejected(running.request.request_id, problem))
+                    continue
             if ended is not None:
                 replies += self._end(running, ended)
             elif running.request.is_streamed:
@@ -338,3 +380,34 @@ class SlotSampler:
     def _free(self, running: Running) -> None:
         del self._running[running.slot]
         self._cache.release(running.slot)
+
+
+def _rule_out(requests: Sequence[Running], logits_B_V: Tensor) -> dict[int, str]:
+    """Put minus infinity where a request's grammar allows no token; what can't go on comes back by place in the batch,
+    with the reason. Rows without a grammar are not touched."""
+    problems: dict[int, str] = {}
+    for place, running in enumerate(requests):
+        if running.constraint is None:
+            continue
+        try:
+            is_allowed_V = running.constraint.allowed()
+            if running.request.script is not None:
+                token = running.request.script[len(running.token_ids)]
+                is_allowed_V[token] = is_allowed_V[token] or running.constraint.takes(token)
+        except BadRequestError as error:
+            problems[place] = str(error)
+            continue
+        logits_B_V[place].masked_fill_(torch.from_numpy(~is_allowed_V), float("-inf"))
+    return problems
+
+
+def _problem_of(running: Running, token: int, logprob: float) -> str | None:
+    """Why a token can't be taken; None where it can."""
+    if logprob == logprob and logprob != float("-inf"):
+        return None
+    if running.constraint is not None and running.request.script is not None and logprob == float("-inf"):
+        place = len(running.token_ids)
+        return (
+            f"token {token}, number {place} of the script, is not allowed there by the grammar; play one that fits it"
+        )
+    return f"the log-probability of token {token} is {logprob}; the policy's weights are broken"

@@ -15,7 +15,7 @@ from swarm_engine.config import EngineConfig, Merge
 from swarm_engine.errors import InvalidError, NotFoundError, SwarmEngineError, UnsupportedError, WrongHostError
 from swarm_engine.server.auth import HostCheck, Role, Tokens
 from swarm_engine.server.engine import Engine, engine_version
-from swarm_engine.server.episodes import ClaimRequest, LiveEpisode
+from swarm_engine.server.episodes import ClaimRequest, LiveEpisode, Script
 from swarm_engine.server.inference import PREFIX, InferenceApp, Receive, Scope, Send, send_json, wait_until_gone
 from swarm_engine.server.journal import Event
 from swarm_engine.server.models import Abort, Claim, End, ExportRequest
@@ -145,6 +145,7 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
             lease_s=body.lease_s,
             code_version=body.code_version,
             tags=body.tags,
+            script=None if body.script is None else tuple(map(as_script, body.script)),
         )
         given = await engine.roster.claim(wanted, 0)
         if not isinstance(given, LiveEpisode) and body.wait_s > 0:
@@ -212,6 +213,11 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
         return JSONResponse({"step": saved.step, "path": saved.path})
 
     return app
+
+
+def as_script(reply: str | list[int]) -> Script:
+    """A reply of a claim's script."""
+    return reply if isinstance(reply, str) else tuple(reply)
 
 
 async def claim_unless_gone(

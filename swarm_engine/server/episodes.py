@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarm_engine.config import SamplerBackend
-from swarm_engine.errors import ContextLengthError, EpisodeLostError, NotFoundError, UnsupportedError
+from swarm_engine.errors import BadRequestError, ContextLengthError, EpisodeLostError, NotFoundError, UnsupportedError
 from swarm_engine.protocol import Generate
 from swarm_engine.seeding import derive_seed
 from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Seat
 from swarm_engine.server.worker_link import Generation, WorkerLink
-from swarm_engine.tracker.codec import ChatCodec, ReplyText
 from swarm_engine.tracker.messages import Message
+from swarm_engine.tracker.replies import Answer, Delta, ReasoningDelta, ReplyReader, ToolCallDelta
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
-from swarm_engine.types import Episode, FinishReason, Mode, Outcome, SamplingParams
+from swarm_engine.types import Episode, FinishReason, Mode, Outcome, SamplingParams, Untrained
+
+Script = str | tuple[int, ...]
+"""A reply to play instead of sampling one, as text or token ids; for the scripted backend only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,33 @@ class ClaimRequest:
     lease_s: float | None = None
     code_version: str | None = None
     tags: dict[str, str] = field(default_factory=dict)
+    script: tuple[Script, ...] | None = None
+    """Replies to play call by call, in order of arrival; None where the sampler samples or each call brings its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """The model calls tools or not, as it likes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoTools:
+    """The model sees the tools, and what it writes is text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Required:
+    """The model must call a tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The model must call one of these tools."""
+
+    names: tuple[str, ...]
+
+
+ToolChoice = Auto | NoTools | Required | Named
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +71,25 @@ class CallRequest:
     """An inference request, parsed and checked."""
 
     messages: tuple[Message, ...]
+    """For the chat template; empty where there is a raw prompt."""
     max_tokens: int | None
     """None takes the server's limit."""
     temperature: float
     seed: int | None
-    stop: tuple[str, ...]
-    script: str | tuple[int, ...] | None = None
-    """A reply to play instead of sampling one, as text or token ids; for the scripted backend only."""
+    stop: tuple[str, ...] = ()
+    raw_prompt: str | tuple[int, ...] | None = None
+    """A prompt past the template: text in which nothing is a control token, or token ids."""
+    tools: tuple[Message, ...] = ()
+    tool_choice: ToolChoice = Auto()
+    is_single_call: bool = False
+    """Tool calls after the first are left out of the reply that is returned; the record has what was sampled."""
+    grammar: str | None = None
+    """What the reply must follow."""
+    num_choices: int = 1
+    top_logprobs: int = 0
+    unthinking: str | None = None
+    """The field that forbids the model to reason; a model that does so by its template can't be served with it."""
+    script: Script | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +111,10 @@ class LiveEpisode:
     deadline: float
     """Seconds, monotonic; after it the episode ends as timeout."""
     tracker: EpisodeTracker
+    script: deque[Script] | None = None
+    """Replies that its claim gave to play and that no call has taken yet."""
+    responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
+    """The conversations that a `previous_response_id` goes on from, answers included, instructions not."""
     running: dict[str, RunningCall] = field(default_factory=dict)
     lease_until: float = 0.0
     timer: asyncio.TimerHandle | None = None
@@ -101,56 +148,136 @@ class LiveEpisode:
         )
         return EpisodeRecord(episode, self.tracker.notes())
 
-    def begin_call(self, loaded: Loaded, agent: str, request: CallRequest, *, follow: bool) -> RunningCall:
-        """Send a request to the sampler; `follow` keeps the reply's text up to date while it comes in.
+    def begin(self, loaded: Loaded, agent: str, request: CallRequest, *, follow: bool) -> RunningAsk:
+        """Send a request to the sampler; `follow` keeps the replies' text up to date while they come in.
 
         Raises:
-            BadRequestError: the messages or limits can't be served.
+            BadRequestError: the prompt or a limit can't be served.
             NotFoundError: the claim named its agents, and this is none of them.
             EpisodeLostError: the episode is ending.
         """
         if self.ending is not None:
             raise EpisodeLostError(f"episode {self.episode_id!r} has ended", code="episode_ended")
+        self.check_agent(agent)
+        if request.unthinking is not None and loaded.codec.format is not None and loaded.codec.format.reasoning:
+            raise UnsupportedError(
+                f"{request.unthinking} forbids the model to reason, and its chat template has it do so",
+                "leave it out",
+                param=request.unthinking,
+            )
+        drafts = self._drafts(loaded, agent, request)
+        grammar = _grammar(loaded, request, drafts[0])
+        num_prompt, limit = len(drafts[0].prompt_ids), loaded.policy.max_context
+        room = limit - num_prompt
+        if room < 1:
+            raise ContextLengthError(
+                f"prompt is too long: it has {num_prompt} tokens, prompt and reply together may have {limit}",
+                "shorten the messages, or end the episode as truncated",
+                param="messages" if request.raw_prompt is None else "prompt",
+            )
+        scripts = self._scripts(loaded, request)
+        has_news = asyncio.Event()
+        is_followed = follow or bool(request.stop)
+        calls = []
+        for choice, (draft, script) in enumerate(zip(drafts, scripts, strict=True)):
+            params = SamplingParams(
+                max_tokens=min(request.max_tokens or loaded.config.sampler.max_tokens, room),
+                temperature=request.temperature,
+                seed=self._seed(loaded.config.seed, draft, request.seed, choice),
+                top_logprobs=request.top_logprobs,
+            )
+            question = Generate(
+                draft.call_id, self.tracker.policy, draft.prompt_ids, params, script, is_followed, grammar
+            )
+            calls.append(RunningCall.begin(self, loaded, request, choice, draft, question, has_news))
+        self.touch()
+        return RunningAsk(self, request, tuple(calls), has_news)
+
+    def check_agent(self, agent: str) -> None:
+        """See that an agent may speak here.
+
+        Raises:
+            NotFoundError: the claim named its agents, and this is none of them.
+        """
         if self.agents and agent not in self.agents:
             raise NotFoundError(
                 f"agent {agent!r} is not in this episode", f"its claim named {', '.join(self.agents)}", code="agent"
             )
-        script = _script_ids(loaded, request.script)
-        draft = self.tracker.begin(agent, request.messages)
-        limit = loaded.policy.max_context
-        room = limit - len(draft.prompt_ids)
-        if room < 1:
-            raise ContextLengthError(
-                f"the prompt has {len(draft.prompt_ids)} tokens, prompt and reply together may have {limit}",
-                "shorten the messages, or end the episode as truncated",
-                param="messages",
-            )
-        params = SamplingParams(
-            max_tokens=min(request.max_tokens or loaded.config.sampler.max_tokens, room),
-            temperature=request.temperature,
-            seed=self._seed(loaded.config.seed, draft, request.seed),
-        )
-        return RunningCall.begin(self, loaded.link, loaded.codec, draft, params, request.stop, script, follow=follow)
 
-    def _seed(self, run_seed: int, draft: Draft, given: int | None) -> int:
+    def _drafts(self, loaded: Loaded, agent: str, request: CallRequest) -> tuple[Draft, ...]:
+        prompt = request.raw_prompt
+        if prompt is None:
+            return self.tracker.begin(agent, request.messages, request.tools, num_choices=request.num_choices)
+        ids = loaded.codec.encode_text(prompt) if isinstance(prompt, str) else prompt
+        return self.tracker.begin_ids(agent, ids, num_choices=request.num_choices)
+
+    def _scripts(self, loaded: Loaded, request: CallRequest) -> Sequence[tuple[int, ...] | None]:
+        """What each choice plays; None where the sampler samples.
+
+        Raises:
+            UnsupportedError: the request brings a script, and this backend plays none.
+            BadRequestError: the claim's script has too few replies left.
+        """
+        if request.script is not None:
+            check_scripts(loaded)
+            return [_script_ids(loaded, request.script)] * request.num_choices
+        if self.script is None:
+            return [None] * request.num_choices
+        if len(self.script) < request.num_choices:
+            raise BadRequestError(
+                f"the script of episode {self.episode_id!r} has {len(self.script)} replies left, "
+                f"this request asks for {request.num_choices}",
+                "give the claim a reply for every call",
+                code="script_ended",
+            )
+        return [_script_ids(loaded, self.script.popleft()) for _ in range(request.num_choices)]
+
+    def _seed(self, run_seed: int, draft: Draft, given: int | None, choice: int) -> int:
         """The seed of a call's own random stream.
 
         A caller's seed repeats within its episode, yet the members of a group still differ: with one stream for all of
-        them every reply would be the same and nothing could be learned.
+        them every reply would be the same and nothing could be learned. So do the choices of one request.
         """
-        which: tuple[str | int, ...] = (draft.index,) if given is None else ("seed", given)
+        which: tuple[str | int, ...] = (draft.index,)
+        if given is not None:
+            which = ("seed", given, choice) if choice else ("seed", given)
         seat = self.seat
         return derive_seed(run_seed, self.mode, seat.group_id, seat.index, seat.attempt, draft.agent, *which)
 
 
-def _script_ids(loaded: Loaded, script: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
-    if script is None:
-        return None
+def check_scripts(loaded: Loaded) -> None:
+    """See that the backend plays scripts.
+
+    Raises:
+        UnsupportedError: it samples.
+    """
     if loaded.config.sampler.backend is not SamplerBackend.SCRIPTED:
         raise UnsupportedError(
             "script is taken by the scripted backend only", 'start with sampler.backend "scripted"', param="script"
         )
-    return (*loaded.codec.encode_text(script), loaded.policy.end_ids[0]) if isinstance(script, str) else script
+
+
+def _script_ids(loaded: Loaded, script: Script) -> tuple[int, ...]:
+    """A script as the sampler would have returned it: markers in its text are control tokens, and it ends."""
+    if not isinstance(script, str):
+        return script
+    ids, ends = loaded.codec.encode(script), loaded.policy.end_ids
+    return ids if ids and ids[-1] in ends else (*ids, ends[0])
+
+
+def _grammar(loaded: Loaded, request: CallRequest, draft: Draft) -> str | None:
+    """What the reply must follow; None where it is free."""
+    codec, tools = loaded.codec, request.tools
+    match request.tool_choice:
+        case Named(names):
+            return codec.forced_call_grammar(tools, names, draft)
+        case Required():
+            return codec.forced_call_grammar(tools, [tool["function"]["name"] for tool in tools], draft)
+        case Auto() | NoTools():
+            if request.grammar is None:
+                return None
+            callable_tools = tools if isinstance(request.tool_choice, Auto) else ()
+            return codec.formed_answer_grammar(request.grammar, callable_tools, draft)
 
 
 @dataclass(slots=True, eq=False)
@@ -159,12 +286,15 @@ class RunningCall:
 
     episode: LiveEpisode
     link: WorkerLink
+    request: CallRequest
+    choice: int
+    """Its place among the choices of the request."""
     draft: Draft
-    params: SamplingParams
-    reply: ReplyText
+    question: Generate
+    reply: ReplyReader
     generation: Generation
-    has_news: asyncio.Event
-    """Set when tokens come in or sampling ends; the one who streams clears it."""
+    num_told: int = 0
+    """Tokens that `news` has told of."""
     finish_reason: FinishReason | None = None
     """None until it is recorded."""
     is_closed: bool = False
@@ -173,18 +303,17 @@ class RunningCall:
     @staticmethod
     def begin(
         episode: LiveEpisode,
-        link: WorkerLink,
-        codec: ChatCodec,
+        loaded: Loaded,
+        request: CallRequest,
+        choice: int,
         draft: Draft,
-        params: SamplingParams,
-        stop: tuple[str, ...],
-        script: tuple[int, ...] | None,
-        *,
-        follow: bool,
+        question: Generate,
+        has_news: asyncio.Event,
     ) -> RunningCall:
         """Ask the sampler."""
-        reply = ReplyText(codec, stop)
-        has_news = asyncio.Event()
+        link = loaded.link
+        reads_tools = bool(request.tools) and not isinstance(request.tool_choice, NoTools)
+        reply = loaded.codec.reader(draft, stop=request.stop, reads_tools=reads_tools)
 
         def on_tokens(generation: Generation, token_ids: Sequence[int]) -> None:
             reply.push(token_ids)
@@ -192,17 +321,53 @@ class RunningCall:
                 link.cancel(generation.request_id)
             has_news.set()
 
-        is_followed = follow or bool(stop)
-        question = Generate(draft.call_id, episode.tracker.policy, draft.prompt_ids, params, script, is_followed)
-        generation = link.generate(question, on_tokens if is_followed else None)
+        generation = link.generate(question, on_tokens if question.is_streamed else None)
         generation.done.add_done_callback(lambda _: has_news.set())
-        call = RunningCall(episode, link, draft, params, reply, generation, has_news)
+        call = RunningCall(episode, link, request, choice, draft, question, reply, generation)
         episode.running[draft.call_id] = call
-        episode.touch()
         return call
 
+    @property
+    def answer(self) -> Answer:
+        """The reply as it is returned."""
+        answer = self.reply.answer
+        return replace(answer, tool_calls=answer.tool_calls[:1]) if self.request.is_single_call else answer
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the reply; None where none did."""
+        if not self.reply.is_stopped:
+            return None
+        text = self.reply.codec.decode(self.generation.token_ids)
+        return min((stop for stop in self.request.stop if stop in text), key=text.index, default=None)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """How many tokens were sampled up to the last piece of reasoning, marks included."""
+        if self.reply.answer.reasoning is None:
+            return 0
+        reader = self.reply.codec.reader(self.draft, stop=(), reads_tools=False)
+        count = 0
+        for place, token_id in enumerate(self.generation.token_ids):
+            reader.push((token_id,))
+            if any(isinstance(delta, ReasoningDelta) for delta in reader.take()):
+                count = place + 1
+        return count
+
+    def news(self) -> News:
+        """What came since the last look. Joined, the pieces are the answer."""
+        deltas = self.reply.take()
+        if self.request.is_single_call:
+            deltas = [delta for delta in deltas if not (isinstance(delta, ToolCallDelta) and delta.index > 0)]
+        start, self.num_told = self.num_told, self.reply.num_tokens
+        return News(deltas, range(start, self.num_told))
+
     def finish(self, reason: FinishReason) -> None:
-        """Record the reply, once."""
+        """Record the complete reply, once."""
+        # Where a stop string came, the sampler was told to cancel the rest.
+        self._record(FinishReason.STOP if self.reply.is_stopped else reason)
+
+    def _record(self, reason: FinishReason) -> None:
         if self.finish_reason is not None or self.is_closed:
             return
         generation, reply = self.generation, self.reply
@@ -210,7 +375,6 @@ class RunningCall:
             reply.push(generation.token_ids)
         if reply.is_stopped:
             generation.cut(reply.num_tokens)
-            reason = FinishReason.STOP
         reply.finish()
         self.finish_reason = reason
         self.episode.running.pop(self.draft.call_id, None)
@@ -219,9 +383,10 @@ class RunningCall:
             completion_ids=generation.token_ids,
             logprobs=generation.logprobs,
             policy_versions=generation.policy_versions,
-            temperature=self.params.temperature,
+            temperature=self.question.params.temperature,
             finish_reason=reason,
-            answer=reply.text,
+            answer=reply.answer,
+            untrained=Untrained.CONSTRAINED if self.question.grammar is not None else None,
         )
         self.episode.touch()
 
@@ -231,10 +396,67 @@ class RunningCall:
             return
         self.link.cancel(self.generation.request_id)
         self.generation.finish(FinishReason.CANCELLED)
-        self.finish(FinishReason.CANCELLED)
+        self._record(FinishReason.CANCELLED)
         self.is_closed = True
 
     def fail(self) -> None:
-        """The sampler refused it: there is nothing to record."""
+        """The sampler gave it up: what has come in is kept and not trained."""
+        if self.generation.token_ids:
+            self._record(FinishReason.CANCELLED)
         self.is_closed = True
         self.episode.running.pop(self.draft.call_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What came of a reply since somebody looked last."""
+
+    deltas: list[Delta]
+    tokens: range
+    """Places of its new tokens among those of the reply."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningAsk:
+    """One request for replies: as many calls as it has choices."""
+
+    episode: LiveEpisode
+    request: CallRequest
+    calls: tuple[RunningCall, ...]
+    has_news: asyncio.Event
+    """Set when tokens come in or a call ends; the one who waits clears it."""
+
+    @property
+    def call_id(self) -> str:
+        """Of its first choice."""
+        return self.calls[0].draft.call_id
+
+    @property
+    def policy(self) -> str:
+        """Name of the policy that answers."""
+        return self.episode.tracker.policy
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt, which all choices share."""
+        return len(self.calls[0].draft.prompt_ids)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(call.generation.token_ids) for call in self.calls)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of all choices, those that were spent on reasoning."""
+        return sum(call.num_reasoning_tokens for call in self.calls)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is sampled."""
+        return all(call.generation.done.done() for call in self.calls)
+
+    def cancel(self) -> None:
+        """Cancel the calls that still run."""
+        for call in self.calls:
+            call.cancel()

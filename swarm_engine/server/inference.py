@@ -1,7 +1,7 @@
 """The inference routes of an episode, as a plain ASGI application: every millisecond here is paid once a call.
 
-`/e/EPISODE[/agents/AGENT][/v1]/chat/completions` and `…/models`. A caller that goes away is noticed, its call is
-cancelled and never trained.
+`/e/EPISODE[/agents/AGENT][/v1]/ROUTE`, for the routes of OpenAI and Anthropic in `dialects`. A caller that goes away is
+noticed, its calls are cancelled and never trained.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +24,12 @@ from swarm_engine.errors import (
     UnsupportedError,
 )
 from swarm_engine.server.auth import bearer
+from swarm_engine.server.dialects import DIALECTS, messages, models
+from swarm_engine.server.dialects.protocol import Dialect, Request
+from swarm_engine.server.dialects.writing import encode, openai_error
 from swarm_engine.server.engine import Engine
-from swarm_engine.server.episodes import LiveEpisode, RunningCall
-from swarm_engine.server.openai import FINISH, ChatRequest, error_body, parse_chat, token_logprobs, usage
-from swarm_engine.types import DEFAULT_AGENT, FinishReason
+from swarm_engine.server.episodes import LiveEpisode, RunningAsk, RunningCall
+from swarm_engine.types import DEFAULT_AGENT
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -39,6 +40,9 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_AGENT_CHARS = 200
 JSON_HEADERS = [(b"content-type", b"application/json")]
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+MODELS = "models"
+COUNT = "messages/count_tokens"
+ROUTES = (*DIALECTS, COUNT, MODELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +80,27 @@ class InferenceApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        error_body = openai_error
         try:
             raw_path = scope.get("raw_path") or scope["path"].encode()
             target = parse_path(raw_path.decode("ascii", "replace"))
+            if is_anthropic(target.route, scope["headers"]):
+                error_body = messages.error_body
             episode = self._authorize(target, scope["headers"])
-            match (target.route, scope["method"]):
-                case ("chat/completions", "POST"):
-                    await self._chat(episode, target, receive, send)
-                case ("models", "GET"):
-                    await send_json(send, 200, self._models())
-                case ("chat/completions" | "models", method):
-                    raise MethodNotAllowedError(f"{method} is not a method of {target.route}")
-                case _:
-                    raise NotFoundError(
-                        f"there is no route {target.route!r} under an episode's base_url",
-                        "there are chat/completions and models",
-                    )
+            method, route = scope["method"], target.route
+            if dialect := DIALECTS.get(route):
+                check_method(method, "POST", route)
+                await self._ask(dialect, episode, target, receive, send)
+            elif route == COUNT:
+                check_method(method, "POST", route)
+                await self._count(episode, target, receive, send)
+            elif route == MODELS or route.startswith(MODELS + "/"):
+                check_method(method, "GET", route)
+                await send_json(send, 200, self._models(route, error_body is messages.error_body))
+            else:
+                raise NotFoundError(
+                    f"there is no route {route!r} under an episode's base_url", f"there are {', '.join(ROUTES)}"
+                )
         except SwarmEngineError as error:
             await send_json(send, error.status, error_body(error))
 
@@ -111,144 +120,143 @@ class InferenceApp:
             raise EpisodeLostError(f"episode {episode.episode_id!r} has ended", code="episode_ended")
         return episode
 
-    def _models(self) -> Mapping[str, Any]:
-        policy = self._engine.loaded.policy
-        model = {
-            "id": policy.name,
-            "object": "model",
-            "created": int(self._engine.created.timestamp()),
-            "owned_by": "swarm",
-            "max_model_len": policy.max_context,
-        }
-        return {"object": "list", "data": [model]}
+    def _models(self, route: str, is_anthropic: bool) -> Mapping[str, Any]:
+        created, policy = self._engine.created, self._engine.loaded.policy
+        model = models.anthropic(policy, created) if is_anthropic else models.openai(policy, created)
+        if route != MODELS:
+            return model
+        return models.anthropic_list([model]) if is_anthropic else models.openai_list([model])
 
-    async def _chat(self, episode: LiveEpisode, target: Target, receive: Receive, send: Send) -> None:
+    async def _count(self, episode: LiveEpisode, target: Target, receive: Receive, send: Send) -> None:
         body = await read_body(receive)
         if body is None:
             return
-        request = parse_chat(body)
+        model, asked, tools = messages.parse_count(read_json(body))
+        agent = choose_agent(target.agent, model)
+        episode.check_agent(agent)
+        await send_json(send, 200, {"input_tokens": episode.tracker.count_prompt(agent, asked, tools)})
+
+    async def _ask(self, dialect: Dialect, episode: LiveEpisode, target: Target, receive: Receive, send: Send) -> None:
+        body = await read_body(receive)
+        if body is None:
+            return
+        request = dialect.parse(read_json(body), episode)
         agent = choose_agent(target.agent, request.model)
-        running = episode.begin_call(self._engine.loaded, agent, request.call, follow=request.is_stream)
+        ask = episode.begin(self._engine.loaded, agent, request.call, follow=request.is_stream)
         gone = asyncio.create_task(wait_until_gone(receive))
+        gone.add_done_callback(lambda _: ask.has_news.set())
         try:
             if request.is_stream:
-                await self._stream(running, request, gone, send)
+                await self._stream(ask, request, gone, send)
             else:
-                await self._reply(running, request, gone, send)
+                await self._reply(ask, request, gone, send)
         finally:
             gone.cancel()
             # Anything that leaves a call open here was an error or a caller that went away.
-            running.cancel()
+            ask.cancel()
 
-    async def _reply(self, running: RunningCall, request: ChatRequest, gone: asyncio.Task[None], send: Send) -> None:
-        done = running.generation.done
-        if not done.done():
-            both: set[asyncio.Future[Any]] = {done, gone}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            return
-        self._conclude(running)
-        reply = running.reply
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": {"role": "assistant", "content": reply.text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": FINISH[running.finish_reason or FinishReason.STOP],
-        }
-        generation = running.generation
-        if request.has_logprobs:
-            content = token_logprobs(running.reply.codec, generation.token_ids, generation.logprobs)
-            choice["logprobs"] = {"content": content, "refusal": None}
-        body = {
-            **self._head(running, "chat.completion"),
-            "choices": [choice],
-            "usage": usage(len(running.draft.prompt_ids), len(generation.token_ids)),
-        }
-        await send_json(send, 200, body, call_header(running))
+    async def _reply(self, ask: RunningAsk, request: Request, gone: asyncio.Task[None], send: Send) -> None:
+        while not ask.is_done:
+            await ask.has_news.wait()
+            ask.has_news.clear()
+            if gone.done() and not ask.is_done:
+                return
+        for call in ask.calls:
+            self._conclude(call)
+        await send_json(send, 200, request.whole(ask), call_header(ask))
 
-    async def _stream(self, running: RunningCall, request: ChatRequest, gone: asyncio.Task[None], send: Send) -> None:
-        generation, reply = running.generation, running.reply
+    async def _stream(self, ask: RunningAsk, request: Request, gone: asyncio.Task[None], send: Send) -> None:
         # The status line waits for the first token: until then a refusal can still be a proper error.
-        if not await self._wait_for_news(running, gone):
+        await ask.has_news.wait()
+        if gone.done():
             return
-        if generation.done.done() and generation.done.exception() is not None:
-            self._conclude(running)
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + call_header(running)})
-        head = self._head(running, "chat.completion.chunk")
-        first: dict[str, Any] = {"role": "assistant", "content": ""}
-        await send_event(send, {**head, "choices": [chunk(first)]})
-        num_sent = 0
+        for call in ask.calls:
+            if call.generation.done.done() and call.generation.done.exception() is not None:
+                self._conclude(call)
+        writer = request.writer(ask)
+        opening: list[tuple[bytes, bytes]] = [*STREAM_HEADERS, *call_header(ask)]
+        await send({"type": "http.response.start", "status": 200, "headers": opening})
+        pending = writer.start()
+        left = list(ask.calls)
         try:
-            while True:
-                is_last = generation.done.done()
-                if is_last:
-                    self._conclude(running)
-                text = reply.take()
-                entries = None
-                if request.has_logprobs and num_sent < len(generation.token_ids):
-                    new = slice(num_sent, len(generation.token_ids))
-                    entries = token_logprobs(running.reply.codec, generation.token_ids[new], generation.logprobs[new])
-                    num_sent = len(generation.token_ids)
-                if text or entries:
-                    await send_event(send, {**head, "choices": [chunk({"content": text}, entries)]})
-                if is_last:
-                    break
-                if not await self._wait_for_news(running, gone):
+            while left:
+                ask.has_news.clear()
+                for call in left.copy():
+                    is_last = call.generation.done.done()
+                    if is_last:
+                        self._conclude(call)
+                    pending += writer.more(call, call.news())
+                    if is_last:
+                        pending += writer.finish(call)
+                        left.remove(call)
+                if pending:
+                    await send_bytes(send, pending)
+                    pending = b""
+                if left:
+                    await ask.has_news.wait()
+                if gone.done() and left:
                     return
         except SwarmEngineError as error:
-            await send_event(send, error_body(error))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send_bytes(send, pending + writer.fail(error), is_last=True)
             return
-        finish = FINISH[running.finish_reason or FinishReason.STOP]
-        await send_event(send, {**head, "choices": [chunk({}, finish_reason=finish)]})
-        if request.has_usage_chunk:
-            counts = usage(len(running.draft.prompt_ids), len(generation.token_ids))
-            await send_event(send, {**head, "choices": [], "usage": counts})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        await send_bytes(send, writer.end(), is_last=True)
 
-    async def _wait_for_news(self, running: RunningCall, gone: asyncio.Task[None]) -> bool:
-        """Wait for tokens or the end; False where the caller went away first."""
-        news = asyncio.ensure_future(running.has_news.wait())
-        try:
-            await asyncio.wait({news, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-        running.has_news.clear()
-        return not gone.done()
-
-    def _conclude(self, running: RunningCall) -> None:
+    def _conclude(self, call: RunningCall) -> None:
         """Record a call whose sampling has ended.
 
         Raises:
             EpisodeLostError: its episode ended while it ran.
             SwarmEngineError: the sampler could not serve it.
         """
-        episode = running.episode
-        if running.is_closed and episode.ending is None:
+        episode = call.episode
+        if call.is_closed and episode.ending is None:
             raise self._engine.roster.gone(episode.episode_id)
-        if running.is_closed:
+        if call.is_closed:
             raise EpisodeLostError(
                 f"episode {episode.episode_id!r} ended while this call ran",
                 "end an episode after its calls",
                 code="episode_ended",
             )
         try:
-            reason = running.generation.done.result()
+            reason = call.generation.done.result()
         except SwarmEngineError:
-            running.fail()
+            call.fail()
             raise
-        running.finish(reason)
+        call.finish(reason)
 
-    def _head(self, running: RunningCall, kind: str) -> dict[str, Any]:
-        versions = running.generation.policy_versions
-        name = running.episode.tracker.policy
-        return {
-            "id": running.draft.call_id,
-            "object": kind,
-            "created": int(time.time()),
-            "model": name,
-            "system_fingerprint": f"{name}@{versions[-1] if versions else running.episode.policy_version}",
-        }
+
+def is_anthropic(route: str, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether a caller expects Anthropic's shapes: by its route, or where both have it, by its SDK's header."""
+    if route == MODELS or route.startswith(MODELS + "/"):
+        return any(name == b"anthropic-version" for name, _ in headers)
+    return route in ("messages", COUNT)
+
+
+def check_method(method: str, known: str, route: str) -> None:
+    """See that a route has a method.
+
+    Raises:
+        MethodNotAllowedError: it hasn't.
+    """
+    if method != known:
+        raise MethodNotAllowedError(f"{method} is not a method of {route}", f"use {known}")
+
+
+def read_json(body: bytes) -> Mapping[str, Any]:
+    """A body as the object it must be.
+
+    Raises:
+        BadRequestError: it is none.
+    """
+    try:
+        raw = json.loads(body)
+    except ValueError as error:
+        raise BadRequestError(f"the body is not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise BadRequestError("the body is nested too deeply", "send flat messages") from error
+    if not isinstance(raw, dict):
+        raise BadRequestError("the body must be a JSON object")
+    return raw
 
 
 def choose_agent(from_path: str | None, model: str) -> str:
@@ -270,17 +278,9 @@ def choose_agent(from_path: str | None, model: str) -> str:
     return agent
 
 
-def chunk(
-    delta: Mapping[str, Any], entries: Sequence[Mapping[str, Any]] | None = None, finish_reason: str | None = None
-) -> dict[str, Any]:
-    """The only choice of a streamed chunk."""
-    logprobs = {"content": entries, "refusal": None} if entries is not None else None
-    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def call_header(running: RunningCall) -> list[tuple[bytes, bytes]]:
-    """Names the call, so that a step reward can."""
-    return [(b"x-call-id", running.draft.call_id.encode())]
+def call_header(ask: RunningAsk) -> list[tuple[bytes, bytes]]:
+    """Names the call of each choice, in order, so that a step reward can."""
+    return [(b"x-call-id", ",".join(call.draft.call_id for call in ask.calls).encode())]
 
 
 async def read_body(receive: Receive) -> bytes | None:
@@ -313,13 +313,12 @@ async def send_json(
     send: Send, status: int, body: Mapping[str, Any], headers: Sequence[tuple[bytes, bytes]] = ()
 ) -> None:
     """A whole JSON response."""
-    payload = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    payload = encode(body)
     length = (b"content-length", str(len(payload)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*JSON_HEADERS, length, *headers]})
     await send({"type": "http.response.body", "body": payload})
 
 
-async def send_event(send: Send, body: Mapping[str, Any]) -> None:
-    """One server-sent event."""
-    payload = b"data: " + json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
-    await send({"type": "http.response.body", "body": payload, "more_body": True})
+async def send_bytes(send: Send, payload: bytes, *, is_last: bool = False) -> None:
+    """A piece of a stream."""
+    await send({"type": "http.response.body", "body": payload, "more_body": not is_last})

@@ -26,7 +26,7 @@ from typing import Any
 from swarm_engine.errors import JournalError
 from swarm_engine.types import BatchRecord, Mode
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -147,7 +147,7 @@ def open_database(path: Path) -> sqlite3.Connection:
     """A connection with the journal's settings, its tables made where they are missing.
 
     Raises:
-        JournalError: the file can't be opened or was written by a newer version.
+        JournalError: the file can't be opened or was written by another version.
     """
     try:
         # Its keys open episodes, so it is its owner's alone; SQLite gives its side files the same mode.
@@ -161,9 +161,9 @@ def open_database(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode=WAL")
         database.execute("PRAGMA synchronous=FULL")
         (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version > SCHEMA_VERSION:
+        if version not in (0, SCHEMA_VERSION):  # 0 is a new file
             raise JournalError(
-                f"{path} was written by a newer version (journal {version}, this one reads {SCHEMA_VERSION})",
+                f"{path} was written by another version (journal {version}, this one reads {SCHEMA_VERSION})",
                 "use that version, or another run folder",
                 code="journal_version",
             )

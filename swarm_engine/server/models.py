@@ -13,6 +13,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_REWARD = 1e9
 """Baselines and deviations square rewards; far larger ones would overflow there, after they are on record."""
 Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
+TokenId = Annotated[int, Field(ge=0)]
 MAX_WAIT_S = 60.0
 
 
@@ -36,6 +37,9 @@ class Claim(Body):
     wait_s: float = Field(20.0, ge=0, le=MAX_WAIT_S)
     """How long to wait for an episode before the answer is a reason."""
     code_version: Name | None = None
+    script: list[str | Annotated[list[TokenId], Field(min_length=1)]] | None = None
+    """Replies for the scripted backend to play call by call, in order of arrival, whatever asks for them: as text, in
+    which the template's markers are control tokens, or as token ids."""
     tags: dict[Name, Annotated[str, StringConstraints(max_length=500)]] = Field(default_factory=dict)
     """Kept with the episode; an evaluation says here what it measures."""
 

@@ -25,7 +25,7 @@ from swarm_engine.errors import (
     SwarmEngineError,
 )
 from swarm_engine.server.auth import KeyRing
-from swarm_engine.server.episodes import ClaimRequest, LiveEpisode
+from swarm_engine.server.episodes import ClaimRequest, LiveEpisode, check_scripts
 from swarm_engine.server.journal import EpisodeRow, EventWrite, Journal, UnpoolWrite, Write, dumps
 from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import PooledEpisode, Seat, is_judged
@@ -153,6 +153,7 @@ class Roster:
             EngineUnavailableError: the engine is off or failed.
             ConflictError: the group named can't take it, or the policy is frozen.
             NotFoundError: it asks for a policy that is not served.
+            UnsupportedError: it brings a script, and the backend plays none.
         """
         given = self._try_claim(request)
         if isinstance(given, LiveEpisode):
@@ -208,6 +209,8 @@ class Roster:
             raise ConflictError(
                 f"policy {policy.name!r} is frozen (trainable: false)", "claim with mode eval", code="policy_frozen"
             )
+        if request.script is not None:
+            check_scripts(loaded)
         if len(self._live) >= MAX_LIVE_EPISODES:
             return ClaimReason.FULL
         episode_id = self._keys.new_episode_id()
@@ -230,7 +233,10 @@ class Roster:
             lease_s=request.lease_s or loaded.config.lease_s,
             started_at=now,
             deadline=now + loaded.config.episode_timeout_s,
-            tracker=EpisodeTracker(episode_id, loaded.policy.name, loaded.codec),
+            tracker=EpisodeTracker(
+                episode_id, loaded.policy.name, loaded.codec, loaded.config.policies[loaded.policy.name].history
+            ),
+            script=None if request.script is None else deque(request.script),
         )
         episode.touch()
         self._live[episode_id] = episode

@@ -63,6 +63,8 @@ class Generation:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.policy_versions: list[int] = []
+        self.top: list[tuple[tuple[int, float], ...]] = []
+        """The likeliest tokens at the place of each token; empty where none were asked for."""
         self.done: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         """Why sampling ended; raises BadRequestError where the worker refused, WorkerDiedError where it is gone."""
         self._on_tokens = on_tokens
@@ -72,12 +74,14 @@ class Generation:
         self.token_ids.extend(sampled.token_ids)
         self.logprobs.extend(sampled.logprobs)
         self.policy_versions.extend([sampled.policy_version] * len(sampled.token_ids))
+        self.top.extend(sampled.top or ())
         if self._on_tokens is not None:
             self._on_tokens(self, sampled.token_ids)
 
     def cut(self, num_tokens: int) -> None:
         """Forget tokens past a stop string; they were sampled while the order to stop was on its way."""
-        del self.token_ids[num_tokens:], self.logprobs[num_tokens:], self.policy_versions[num_tokens:]
+        for values in (self.token_ids, self.logprobs, self.policy_versions, self.top):
+            del values[num_tokens:]
 
     def finish(self, reason: FinishReason) -> None:
         """No token follows."""

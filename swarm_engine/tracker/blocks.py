@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from swarm_engine.errors import BadRequestError
 from swarm_engine.tracker.codec import ChatCodec
-from swarm_engine.tracker.messages import SENTINEL, Message
-from swarm_engine.tracker.tracker import CallNote, EpisodeRecord, after_answer, answer_message
+from swarm_engine.tracker.messages import Message, Tool
+from swarm_engine.tracker.replies import Answer
+from swarm_engine.tracker.tracker import CallNote, EpisodeRecord
 from swarm_engine.types import Author, Block, Call, Timeline
 
 TEMPLATE_ROLE = "template"
@@ -68,67 +69,79 @@ class EpisodeBlocks:
     def _pieces(self, call_id: str) -> list[Piece]:
         """The pieces of a call's prompt and its reply."""
         call, note = self._calls[call_id], self._notes[call_id]
-        if note.extends is None:
-            pieces = self._cut((), note.messages, call.prompt_ids, ())
+        if not note.messages and note.extends is None:
+            pieces = [Piece(Author.USER, "user", len(call.prompt_ids))]
+        elif note.extends is None:
+            pieces = self._cut(self._texts(note.messages, note.tools), note.messages, call.prompt_ids)
         else:
             base = self._calls[note.extends]
             known = len(base.prompt_ids) + len(base.completion_ids)
-            history = (*self._messages(note.extends), answer_message(SENTINEL))
-            pieces = [
-                *self._pieces(note.extends),
-                *self._cut(history, note.messages, call.prompt_ids[known:], base.completion_ids),
-            ]
+            texts = self._texts_behind(note.extends, note.messages, base.completion_ids)
+            pieces = [*self._pieces(note.extends), *self._cut(texts, note.messages, call.prompt_ids[known:])]
         return [*pieces, Piece(Author.LLM, "assistant", len(call.completion_ids))]
 
-    def _messages(self, call_id: str) -> tuple[Message, ...]:
+    def _history(self, call_id: str) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+        """The messages and tools of a call."""
         note = self._notes[call_id]
         if note.extends is None:
-            return note.messages
-        return (*self._messages(note.extends), answer_message(self._notes[note.extends].answer), *note.messages)
+            return note.messages, note.tools
+        messages, tools = self._history(note.extends)
+        return (*messages, self._notes[note.extends].answer.message(), *note.messages), tools
 
-    def _cut(
-        self,
-        history: Sequence[Message],
-        messages: Sequence[Message],
-        ids: tuple[int, ...],
-        completion_ids: tuple[int, ...],
-    ) -> list[Piece]:
-        """Pieces of the part of a prompt that follows `history`, whose tokens are `ids`."""
+    def _cut(self, texts: Sequence[str], messages: Sequence[Message], ids: tuple[int, ...]) -> list[Piece]:
+        """Pieces of the part of a prompt whose tokens are `ids`.
+
+        Args:
+            texts: that part as the template writes it up to the end of each message, then with the generation prompt;
+                where it follows an answer, what the template writes behind that comes first. Empty where the template
+                refuses a conversation that ends early: then nobody can say where its messages end.
+        """
         whole = [Piece(Author.ENV, TEMPLATE_ROLE, len(ids))] if ids else []
-        try:
-            ends = self._ends(history, messages)
-        except BadRequestError:
-            # Some templates refuse a conversation that ends early; then nobody can say where its messages end.
+        labels: list[tuple[Author, str]] = [(_author(one), one["role"]) for one in messages]
+        if len(texts) == len(labels) + 2:
+            labels.insert(0, (Author.ENV, TEMPLATE_ROLE))
+        labels.append((Author.ENV, TEMPLATE_ROLE))
+        if len(texts) != len(labels):
             return whole
-        codec = self._codec
         pieces: list[Piece] = []
         joined: list[int] = []
         shown = ""
-        labels: list[tuple[Author, str]] = [(_author(one), one["role"]) for one in messages]
-        if history:
-            labels.insert(0, (Author.ENV, TEMPLATE_ROLE))
-            ends = [after_answer(codec, end, completion_ids) for end in ends]
-        labels.append((Author.ENV, TEMPLATE_ROLE))
-        for (author, role), end in zip(labels, ends, strict=True):
-            if not end.startswith(shown):
+        for (author, role), text in zip(labels, texts, strict=True):
+            if not text.startswith(shown):
                 return whole
-            encoded = codec.encode(end[len(shown) :])
+            encoded = self._codec.encode(text[len(shown) :])
             joined.extend(encoded)
-            shown = end
+            shown = text
             if encoded:
                 pieces.append(Piece(author, role, len(encoded)))
         return pieces if tuple(joined) == ids else whole
 
-    def _ends(self, history: Sequence[Message], messages: Sequence[Message]) -> list[str]:
-        """The rendered text after `history` up to the end of each message, then with the generation prompt."""
+    def _texts(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[str]:
+        """A prompt that was rendered whole, up to the end of each message."""
+        return self._render((), [self._codec.protect(one) for one in messages], tools)
+
+    def _texts_behind(self, call_id: str, messages: Sequence[Message], completion_ids: tuple[int, ...]) -> list[str]:
+        """What the template writes behind a call's answer, up to the end of each message."""
         codec = self._codec
-        everything = [*map(codec.protect, history), *map(codec.protect, messages)]
-        first = len(history) if history else 1
-        rendered = [
-            codec.render(everything[:count], add_generation_prompt=False) for count in range(first, len(everything) + 1)
-        ]
-        rendered.append(codec.render(everything))
-        return [text.partition(SENTINEL)[2] for text in rendered] if history else rendered
+        history, tools = self._history(call_id)
+        answer: Answer = self._notes[call_id].answer
+        known = [*map(codec.protect, history), codec.stand_in(answer)]
+        tails = [codec.after(text, answer) for text in self._render(known, list(map(codec.protect, messages)), tools)]
+        return [codec.join(tail, answer, completion_ids) for tail in tails if tail is not None]
+
+    def _render(self, known: Sequence[Message], later: Sequence[Message], tools: Sequence[Tool]) -> list[str]:
+        """The conversation up to each later message, from the last known one on, then with the generation prompt."""
+        codec = self._codec
+        messages = [*known, *later]
+        protected_tools = codec.protect_tools(tools)
+        try:
+            texts = [
+                codec.render(messages[:count], protected_tools, add_generation_prompt=False)
+                for count in range(max(len(known), 1), len(messages) + 1)
+            ]
+            return [*texts, codec.render(messages, protected_tools)]
+        except BadRequestError:
+            return []
 
 
 def _author(message: Mapping[str, object]) -> Author:

@@ -3,8 +3,11 @@
 Control tokens come from the template alone. Text in a message that spells one (`<|im_end|>`, and markers that are added
 tokens without being flagged special, like `<think>`) is broken with a noncharacter before the template runs, the result
 is cut at the markers that are still whole, and what lies between them is encoded without any added token. So a user can
-write about a control token, and can't forge a turn. An assistant's own markers that are not flagged special are left
-whole: templates read them, for instance to drop earlier reasoning.
+write about a control token, and can't forge a turn; neither can the description of a tool, a call's arguments or a
+tool's result. In the content of an assistant's message markers that are not flagged special are left whole: templates
+read them, for instance to drop earlier reasoning.
+
+What a template takes and how it writes reasoning and tool calls is asked of the template itself; see `formats`.
 
 Templates run sandboxed with the settings of transformers' `apply_chat_template` (its source, version 5.24, is the only
 specification there is).
@@ -12,14 +15,15 @@ specification there is).
 
 from __future__ import annotations
 
-import codecs
+import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -27,7 +31,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from swarm_engine.errors import BadRequestError, TokenizerError, UnsupportedError
-from swarm_engine.tracker.messages import BREAKER, Message
+from swarm_engine.tracker.forcing import forced_call, formed_answer
+from swarm_engine.tracker.formats import ANY, Reasoning, beyond, find_format, tag_pattern
+from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message, Tool
+from swarm_engine.tracker.replies import Answer, Markup, ReplyReader
+
+if TYPE_CHECKING:
+    from swarm_engine.tracker.tracker import Draft
 
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "First question, 1 + 1?"},
@@ -36,20 +46,16 @@ PROBE: tuple[Message, ...] = (
 )
 """A conversation that every template must render; used to prove the codec on a tokenizer."""
 
-TOOL_PROBE_NAME = "probe_the_template"
-TOOL_PROBE: tuple[Message, ...] = (
-    {"role": "user", "content": "Look it up."},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": TOOL_PROBE_NAME, "arguments": {}}}],
-    },
-    {"role": "tool", "content": "17", "tool_call_id": "c1"},
-)
-"""A conversation that shows whether a template has a place for tool calls."""
-
 MAX_CACHED_PIECE = 2000
 """Characters; longer pieces of text rarely come twice."""
+
+
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""The ids that some templates insist on."""
+
+
+class RawArguments(str):
+    """Arguments that are no JSON object, as the model wrote them; a template's `tojson` leaves them as they are."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -73,7 +79,11 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if isinstance(value, RawArguments):
+        return str(value)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # Escaped, our own characters would become text that the model reads.
+    return text.replace("\\ufdd0", BREAKER).replace("\\ufdd1", SENTINEL) if ensure_ascii else text
 
 
 class ChatTemplate:
@@ -104,7 +114,7 @@ class ChatTemplate:
             ) from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, add_generation_prompt: bool) -> str:
         """The conversation as the model reads it.
 
         Raises:
@@ -112,7 +122,10 @@ class ChatTemplate:
         """
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
+                messages=messages,
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
             raise BadRequestError(
@@ -146,7 +159,6 @@ class ChatCodec:
         special = [content for content in longest_first if self._added[content]["special"]]
         self._marker = _any_of(longest_first)
         self._special_marker = _any_of(special)
-        self._renders_tool_calls = False
         self.end_ids = frozenset(end_ids)
         self._hidden = self.end_ids | {token["id"] for token in self._added.values() if token["special"]}
         self._added_text: dict[int, str] = {token["id"]: token["content"] for token in parsed["added_tokens"]}
@@ -158,6 +170,21 @@ class ChatCodec:
         self._to_bytes = _byte_reader(parsed)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
         self._encode_piece = lru_cache(maxsize=16384)(self._encode_plain)
+        added = [content for content in self._added if len(content) > 1]
+        ends = [self._added_text[one] for one in end_ids if one in self._added_text]
+        self._tag = tag_pattern(added)
+        self.format, self._wants = find_format(
+            lambda messages, tools, is_asked: template.render(messages, tools, add_generation_prompt=is_asked),
+            added,
+            ends,
+        )
+        """How the template writes reasoning and tool calls; None where it writes neither in a form that is read."""
+        form, ids = self.format, {text: token["id"] for text, token in self._added.items()}
+        self._markup = Markup(form, ids, self.is_hidden) if form is not None else None
+        closing = form.calls.closing if form is not None and form.calls is not None else ""
+        self._closing = re.compile(
+            r"\s*".join(re.escape(part).replace(ANY, r'[^\s"<>\[\]]*') for part in ["", *closing.split()])
+        )
 
     @staticmethod
     def load(folder: Path, end_ids: Sequence[int], now: datetime) -> ChatCodec:
@@ -185,6 +212,10 @@ class ChatCodec:
                 special_tokens[name] = text
         codec = ChatCodec(tokenizer_json, ChatTemplate(source, special_tokens, now), end_ids)
         codec.prove()
+        # The check drives a tracker, which is built on this module.
+        from swarm_engine.tracker.conformance import check_conformance
+
+        check_conformance(codec)
         return codec
 
     def prove(self) -> None:
@@ -199,54 +230,179 @@ class ChatCodec:
                     f"the tokenizer makes the control token {content!r} from plain text, so a user could forge a turn",
                     "use a tokenizer whose control tokens are added tokens only",
                 )
-        try:
-            self._renders_tool_calls = TOOL_PROBE_NAME in self.render(TOOL_PROBE)
-        except BadRequestError:
-            self._renders_tool_calls = False
-        rendered = self.render(PROBE)
-        ours = self.encode(rendered)
-        theirs = tuple(self._full.encode(rendered, add_special_tokens=False).ids)
-        if ours != theirs:
-            raise TokenizerError(
-                f"the tokenizer encodes a probe as {len(theirs)} ids, cut at its control tokens as {len(ours)} others",
-                "this kind of tokenizer joins text across control tokens; use a byte-level one",
-            )
+        self.compare(self.render(PROBE))
         text = PROBE[0]["content"] + " ✓ é 😊"
         if self.decode(self._encode_plain(text)).strip() != text:
             raise TokenizerError(
                 "text does not survive encoding and decoding with this tokenizer", "use a byte-level tokenizer"
             )
 
-    # Messages to ids
-
-    def check(self, messages: Sequence[Message]) -> None:
-        """See that the template has a place for everything in the messages.
+    def compare(self, rendered: str) -> None:
+        """Check that text without breaks is encoded here as the tokenizer itself encodes it.
 
         Raises:
-            UnsupportedError: it would leave tool calls out without a word.
+            TokenizerError: it isn't.
         """
-        if any(message.get("tool_calls") for message in messages) and not self._renders_tool_calls:
+        ours = self.encode(rendered)
+        theirs = tuple(self._full.encode(rendered, add_special_tokens=False).ids)
+        if ours != theirs:
+            raise TokenizerError(
+                f"the tokenizer encodes a probe as {len(theirs)} ids, cut at its control tokens as {len(ours)} others; "
+                f"the probe: {rendered!r}",
+                "this kind of tokenizer joins text across control tokens; use a byte-level one",
+            )
+
+    # Messages to ids
+
+    @property
+    def reasoning_tags(self) -> Reasoning | None:
+        """The tags around reasoning, where there are any."""
+        return self.format.reasoning if self.format is not None else None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether requests may name tools: the template shows them, and its way of writing calls is read."""
+        return self._wants.has_tools and self.format is not None and self.format.calls is not None
+
+    def check(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> None:
+        """See that the template has a place for everything in the messages, and that calls of the tools can be read.
+
+        Raises:
+            UnsupportedError: it would leave tools or tool calls out without a word.
+        """
+        if tools and not self._wants.has_tools:
+            raise UnsupportedError(
+                "the model's chat template has no place for tools",
+                "describe them in a message and read the reply yourself",
+                param="tools",
+            )
+        if tools and (self.format is None or self.format.calls is None):
+            raise UnsupportedError(
+                "the model's chat template writes tool calls in a form that this server can't read",
+                "describe the tools in a message and read the reply yourself",
+                param="tools",
+            )
+        if any(message.get("tool_calls") for message in messages) and not self._wants.has_calls:
             raise UnsupportedError(
                 "the model's chat template has no place for tool calls", "write them into the content", param="messages"
             )
 
     def protect(self, message: Message) -> Message:
-        """The message with every text broken that spells a control token."""
-        marker = self._special_marker if message["role"] == "assistant" else self._marker
-
-        def change(text: str) -> str:
-            return marker.sub(_break, text)
-
+        """The message in the shape this template takes, with every text broken that spells a control token."""
         # The role is one of ours, and templates compare it; a field of that name inside a tool call is the caller's.
-        return {key: item if key == "role" else _map_strings(item, change) for key, item in message.items()}
+        shaped = {key: item if key == "role" else _map_strings(item, self._break) for key, item in message.items()}
+        if "tool_call_id" in shaped:
+            shaped["tool_call_id"] = self._call_id(shaped["tool_call_id"])
+        if message["role"] != "assistant":
+            return shaped
+        wants = self._wants
+        shaped["content"] = self._special_marker.sub(_break, message["content"])
+        if calls := shaped.get("tool_calls"):
+            shaped["tool_calls"] = [self._shape_call(call) for call in calls]
+            if wants.is_empty_content_none:
+                # Such a template writes the content or the calls, and the results that follow need the calls.
+                shaped["content"] = None
+        reasoning = shaped.get("reasoning_content")
+        if reasoning is not None and wants.reasoning_field is not None:
+            shaped[wants.reasoning_field] = shaped.pop("reasoning_content")
+        elif reasoning is not None and wants.is_reasoning_in_content and shaped["content"] is not None:
+            tags = self.reasoning_tags
+            assert tags is not None, "where reasoning is read out of the content its tags are known"
+            shaped["content"] = f"{tags.opens}\n{reasoning}\n{tags.closes}\n\n{shaped['content']}"
+        return shaped
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def _break(self, text: str) -> str:
+        return self._marker.sub(_break, text)
+
+    def _call_id(self, given: str) -> str:
+        if not self._wants.are_ids_short or SHORT_ID.fullmatch(given):
+            return given
+        return hashlib.blake2b(given.encode()).hexdigest()[:9]
+
+    def _shape_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = RawArguments(arguments)
+        elif self._wants.are_arguments_text:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "id": self._call_id(call["id"]), "function": {**function, "arguments": arguments}}
+
+    def protect_tools(self, tools: Sequence[Tool]) -> tuple[Tool, ...]:
+        """The tools with every text broken that spells a control token."""
+        return tuple(_map_strings(tool, self._break) for tool in tools)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, add_generation_prompt: bool = True
+    ) -> str:
         """Protected messages as the model reads them, still holding the breaks.
 
         Raises:
             BadRequestError: the template refuses these messages.
         """
-        return self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        try:
+            return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        except BadRequestError:
+            simpler = [_simpler(message) for message in messages]
+            if simpler == list(messages):
+                raise
+            return self.template.render(simpler, tools, add_generation_prompt=add_generation_prompt)
+
+    # Where a template puts an answer
+
+    def beyond(self, prompt: str, whole: str) -> str:
+        """The rest of a rendered text from where it parts from a prompt; a control token is never cut in two."""
+        return beyond(prompt, whole, self._tag)
+
+    def stand_in(self, answer: Answer) -> Message:
+        """A protected message shaped like an answer, with a mark of its own in place of every part."""
+        message = answer.message()
+        if answer.content.strip() or not answer.tool_calls:
+            message["content"] = mark_of("content")
+        if answer.reasoning is not None:
+            message["reasoning_content"] = mark_of("reasoning")
+        for index, call in enumerate(message.get("tool_calls", ())):
+            call["function"]["arguments"] = {mark_of("key"): mark_of(index)}
+        return self.protect(message)
+
+    def after(self, marked: str, answer: Answer) -> str | None:
+        """What follows the answer's last part in text that was rendered with its stand-in; None where it is left out.
+
+        The markup that closes the last call is part of what follows.
+        """
+        calls = len(answer.tool_calls)
+        _, found, tail = marked.partition(mark_of(calls - 1 if calls else "content"))
+        if not found or SENTINEL in tail:
+            return None
+        return END_OF_ARGUMENTS.sub("", tail) if calls else tail
+
+    def join(self, tail: str, answer: Answer, completion_ids: Sequence[int]) -> str:
+        """Of what follows an answer (see `after`), that which the sampler did not return itself.
+
+        It returned the end token, as a rule, and the markup that closes a call. A reply that was cut short before them
+        gets the template's.
+        """
+        closing = ""
+        if answer.tool_calls and (match := self._closing.match(tail)):
+            closing, tail = match.group(), tail[match.end() :]
+        if completion_ids and completion_ids[-1] in self.end_ids:
+            end = self.show(completion_ids[-1:])
+            following = tail.lstrip()
+            if following.startswith(end):
+                return following[len(end) :]
+            if answer.tool_calls and not closing and end in tail:
+                return tail.partition(end)[2]
+            return tail
+        return self._missing(closing, answer, completion_ids) + tail if closing else tail
+
+    def _missing(self, closing: str, answer: Answer, completion_ids: Sequence[int]) -> str:
+        """The rest of the markup that closes a call where a reply was cut inside it; white space does not count."""
+        _, found, behind = self.show(completion_ids).rpartition(answer.tool_calls[-1].arguments)
+        written = "".join(behind.split()) if found else ""
+        for length in range(len(closing) + 1):
+            if "".join(closing[:length].split()) == written:
+                return closing[length:]
+        return "" if "".join(closing.split()) in written else closing
 
     def encode(self, rendered: str) -> tuple[int, ...]:
         """Token ids of rendered text: whole markers are control tokens, all else is text."""
@@ -303,56 +459,84 @@ class ChatCodec:
         """The text of ids with special tokens written out, for people."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
+    def reader(self, draft: Draft, stop: Sequence[str] = (), *, reads_tools: bool = True) -> ReplyReader:
+        """Reads the reply to a draft; calls are looked for where the draft has tools and `reads_tools`.
 
-class ReplyText:
-    """The text of a reply while its tokens come in: whole characters only, cut before a stop string."""
+        The reply to a raw prompt is content from end to end, for no template has said how to read it.
+        """
+        markup = None if draft.is_raw else self._markup
+        is_open = self._opens_reasoning(draft)
+        names: Collection[str] = [tool["function"]["name"] for tool in draft.tools] if reads_tools else ()
+        return ReplyReader(self, draft.call_id, stop=stop, markup=markup, is_reasoning_open=is_open, tool_names=names)
 
-    def __init__(self, codec: ChatCodec, stop: Sequence[str] = ()) -> None:
-        self.codec = codec
-        self._stop = stop
-        self._held_back = max(map(len, stop), default=1) - 1
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._sent = 0
-        self.text = ""
-        """Everything so far that belongs to the content."""
-        self.num_tokens = 0
-        """Tokens read so far."""
-        self.is_stopped = False
-        """Whether a stop string came; the token that completed it is the last one read."""
+    def _opens_reasoning(self, draft: Draft) -> bool:
+        """Whether the prompt has opened the reasoning; user text can't, for its tags are broken."""
+        tags = self.reasoning_tags
+        return tags is not None and draft.rendered.rstrip().endswith(tags.opens)
 
-    def push(self, token_ids: Sequence[int]) -> None:
-        """Read tokens, up to the one that completes a stop string."""
-        if self.is_stopped:
-            return
-        if not self._stop:
-            shown = b"".join(self.codec.token_bytes(one) for one in token_ids if not self.codec.is_hidden(one))
-            self.text += self._decoder.decode(shown)
-            self.num_tokens += len(token_ids)
-            return
-        for token_id in token_ids:
-            self.num_tokens += 1
-            if self.codec.is_hidden(token_id):
-                continue
-            start = max(0, len(self.text) - self._held_back)
-            self.text += self._decoder.decode(self.codec.token_bytes(token_id))
-            found = [at for at in (self.text.find(stop, start) for stop in self._stop) if at >= 0]
-            if found:
-                self.text = self.text[: min(found)]
-                self.is_stopped = True
-                return
+    def forced_call_grammar(self, tools: Sequence[Tool], names: Collection[str], draft: Draft | None = None) -> str:
+        """A grammar (llguidance's Lark) of replies that call one of the named tools, reasoning before it allowed.
 
-    def finish(self) -> None:
-        """No token follows: a character that was cut short becomes U+FFFD."""
-        if not self.is_stopped:
-            self.text += self._decoder.decode(b"", final=True)
-            self._held_back = 0
+        Whether the prompt has opened the reasoning is read off the draft, or taken to be as in a first question.
 
-    def take(self) -> str:
-        """Text that was not taken yet and that no stop string can still reach back into."""
-        end = len(self.text) if self.is_stopped else max(self._sent, len(self.text) - self._held_back)
-        piece = self.text[self._sent : end]
-        self._sent = end
-        return piece
+        Raises:
+            UnsupportedError: this template's calls have no form that is known.
+        """
+        if self.format is None or self.format.calls is None:
+            raise UnsupportedError(
+                "the model's chat template has no form of tool calls that can be forced",
+                'send tool_choice "auto" or "none"',
+                param="tool_choice",
+            )
+        chosen = [tool["function"] for tool in tools if tool["function"]["name"] in names]
+        form = self.format
+        if draft is not None:
+            form = replace(form, is_reasoning_opened_by_prompt=self._opens_reasoning(draft))
+        return forced_call(form, chosen, self._lark_literals)
+
+    def formed_answer_grammar(self, answer: str, tools: Sequence[Tool], draft: Draft) -> str:
+        """A grammar of replies whose answer fits another one; reasoning, and calls of the tools, stay possible."""
+        if self.format is None:
+            return answer
+        form = replace(self.format, is_reasoning_opened_by_prompt=self._opens_reasoning(draft))
+        return formed_answer(form, answer, [tool["function"] for tool in tools], self._lark_literals)
+
+    def _lark_literals(self, text: str) -> str:
+        return _lark_literals(text, self._marker, {text: token["id"] for text, token in self._added.items()})
+
+
+def _lark_literals(text: str, marker: re.Pattern[str], ids: Mapping[str, int]) -> str:
+    """Text as Lark's literals, control tokens by their ids."""
+    parts = []
+    position = 0
+    for match in [*marker.finditer(text), None]:
+        piece = text[position : match.start() if match else None]
+        parts += [json.dumps(piece)] if piece else []
+        parts += [f"<[{ids[match.group()]}]>"] if match else []
+        position = match.end() if match else position
+    return " ".join(parts)
+
+
+def mark_of(part: str | int) -> str:
+    """Stands for a part of an answer while the tracker asks a template where it puts it."""
+    return f"{SENTINEL}{part}{SENTINEL}"
+
+
+END_OF_ARGUMENTS = re.compile(r'\A"\s*\}')
+"""What JSON writes after the last value of a stand-in's arguments."""
+
+
+def _simpler(message: Message) -> Message:
+    """A message without what some templates refuse: reasoning beside calls, arguments that are no object."""
+    simpler = {key: item for key, item in message.items() if key not in ("reasoning_content", "reasoning", "thinking")}
+    if calls := message.get("tool_calls"):
+        simpler["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": {"arguments": str(call["function"]["arguments"])}}}
+            if isinstance(call["function"]["arguments"], RawArguments)
+            else call
+            for call in calls
+        ]
+    return simpler
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:

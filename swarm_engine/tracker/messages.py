@@ -1,19 +1,23 @@
 """Chat messages as the tracker compares and renders them.
 
 A message is a plain dict in the shape chat templates expect: `role`, `content` (always a string), and where they are
-given `name`, `tool_calls` (arguments as JSON values), `tool_call_id`, `reasoning_content`.
+given `name`, `tool_calls` (arguments as the object they spell, or as the text the model wrote), `tool_call_id`,
+`reasoning_content`. A tool is the dict that OpenAI's chat completions describe a function with.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarm_engine.errors import BadRequestError, UnsupportedError
 
 Message = dict[str, Any]
+Tool = dict[str, Any]
 
 BREAKER = "\ufdd0"
 """Breaks text that spells a control token; a noncharacter, which Unicode keeps for a program's own use."""
@@ -33,6 +37,14 @@ ROLES = {
 MAX_DEPTH = 64
 """Objects and lists inside each other in a tool call's arguments; everything that reads them recurses."""
 
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+NO_PARAMETERS = {"type": "object", "properties": {}}
+"""What a tool takes that names no parameters; many templates need the field."""
+
+NONCE = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)+[ \t]*\n?")
+"""A coding client opens its system prompt with this line, which is for its vendor's accounts and ends in another
+number every time. Left in, no request would begin with the one before it, so it is taken out before anything else."""
+
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
 
@@ -40,7 +52,7 @@ def parse_messages(raw: Any) -> tuple[Message, ...]:
     """The messages of a request.
 
     Content parts of type text are joined without a separator, so a list of parts and a string are the same message.
-    Content that is null, empty or missing is the same too.
+    Content that is null, empty or missing is the same too. A system prompt loses its `NONCE`.
 
     Raises:
         BadRequestError: not a list of messages, or one of them is malformed.
@@ -48,7 +60,69 @@ def parse_messages(raw: Any) -> tuple[Message, ...]:
     """
     if not isinstance(raw, list) or not raw:
         raise BadRequestError("messages must be a list with at least one message", param="messages")
-    return tuple(_parse(one, f"messages[{index}]") for index, one in enumerate(raw))
+    messages = [_parse(one, f"messages[{index}]") for index, one in enumerate(raw)]
+    first = messages[0]
+    if first["role"] == "system" and (nonce := NONCE.match(first["content"])):
+        first["content"] = first["content"][nonce.end() :]
+        if not first["content"].strip() and len(messages) > 1:
+            del messages[0]
+    return tuple(messages)
+
+
+def parse_tools(raw: Any) -> tuple[Tool, ...]:
+    """The tools of a request; None and an empty list are no tools.
+
+    Raises:
+        BadRequestError: not a list of functions, or one of them is malformed.
+        UnsupportedError: a tool or field that this server doesn't take.
+    """
+    if raw is None:
+        return ()
+    if not isinstance(raw, list):
+        raise BadRequestError("tools must be a list", param="tools")
+    tools = tuple(_parse_tool(one, f"tools[{index}]") for index, one in enumerate(raw))
+    names = [tool["function"]["name"] for tool in tools]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise BadRequestError(f"tools names {twice[0]!r} twice", "give every tool a name of its own", param="tools")
+    return tools
+
+
+def _parse_tool(raw: Any, where: str) -> Tool:
+    kind = raw.get("type") if isinstance(raw, dict) else None
+    if kind != "function":
+        raise UnsupportedError(
+            f"{where} is a tool of type {kind!r}, models call functions only",
+            'send {"type": "function", "function": {"name": ..., "parameters": ...}}',
+            param=where,
+        )
+    function = raw.get("function")
+    if not isinstance(function, dict):
+        raise BadRequestError(f"{where}.function is missing", param=where)
+    if unknown := [key for key in raw if key not in ("type", "function") and raw[key] is not None]:
+        raise UnsupportedError(f"{where}.{unknown[0]} is not taken by this server", "leave it out", param=where)
+    where = f"{where}.function"
+    for key, value in function.items():
+        if key not in ("name", "description", "parameters", "strict") and value is not None:
+            raise UnsupportedError(f"{where}.{key} is not taken by this server", "leave it out", param=where)
+    name = _string(function.get("name"), f"{where}.name")
+    if not TOOL_NAME.fullmatch(name):
+        raise BadRequestError(
+            f"{where}.name is {name[:150]!r}",
+            "a name is 1 to 128 letters, digits, underscores, dots and dashes",
+            param=f"{where}.name",
+        )
+    parsed: dict[str, Any] = {"name": name}
+    if function.get("description") is not None:
+        parsed["description"] = _string(function["description"], f"{where}.description")
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise BadRequestError(f"{where}.parameters must be a JSON schema", param=f"{where}.parameters")
+    parsed["parameters"] = _checked(parameters or NO_PARAMETERS, f"{where}.parameters", MAX_DEPTH)
+    if function.get("strict") is not None:
+        if not isinstance(function["strict"], bool):
+            raise BadRequestError(f"{where}.strict must be true or false", param=f"{where}.strict")
+        parsed["strict"] = function["strict"]
+    return {"type": "function", "function": parsed}
 
 
 def _parse(raw: Any, where: str) -> Message:
@@ -136,15 +210,32 @@ def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(raw: Any, where: str) -> Any:
-    """Arguments as the object they spell; text that spells none stays the text the model wrote."""
     if isinstance(raw, dict):
         return _checked(raw, where, MAX_DEPTH)
-    text = _string(raw, where)
+    return read_arguments(_string(raw, where))
+
+
+def read_arguments(text: str) -> dict[str, Any] | str:
+    """Arguments as the object they spell; text that spells none stays the text the model wrote.
+
+    So does text that no template could write again: what a model samples must never make the next request a bad one.
+    """
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return _checked(value, "arguments", MAX_DEPTH) if isinstance(value, dict) else text
+    except (ValueError, RecursionError, BadRequestError):
         return text
-    return _checked(value, where, MAX_DEPTH) if isinstance(value, dict) else text
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} has no float")
+    return value
 
 
 def _checked(value: Any, where: str, depth: int) -> Any:
@@ -163,21 +254,42 @@ def _checked(value: Any, where: str, depth: int) -> Any:
 def canonical(message: Mapping[str, Any]) -> bytes:
     """What two messages must share to be the same one: role, name, content and tool calls.
 
-    White space around the content and the model's reasoning do not count.
+    White space around the content, the model's reasoning and the ids of calls do not count. Arguments are compared as
+    JSON values where they are JSON at all, numbers by value: a caller writes them again in its own way, 1 for 1.0.
     """
     calls = [
-        [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())
+        [call["function"]["name"], _value(call["function"]["arguments"])] for call in message.get("tool_calls", ())
     ] or None
     parts = [message["role"], message.get("name"), message["content"].strip(), calls]
     return json.dumps(parts, sort_keys=True).encode()
 
 
-def prefix_digests(agent: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """One digest for every beginning of a conversation; entry i covers the first i messages."""
-    digest = hashlib.blake2b(agent.encode(), digest_size=16).digest()
+def _value(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            arguments = {"json": json.loads(arguments)}
+        except (ValueError, RecursionError):
+            return arguments
+    return _plain_numbers(arguments)
+
+
+def _plain_numbers(value: Any) -> Any:
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, dict):
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain_numbers(item) for item in value]
+    return value
+
+
+def prefix_digests(agent: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()) -> list[bytes]:
+    """One digest for every beginning of a conversation; entry i covers the tools and the first i messages."""
+    opening = json.dumps([agent, tools], sort_keys=True) if tools else json.dumps([agent])
+    digest = hashlib.blake2b(opening.encode(), digest_size=16).digest()
     digests = [digest]
     for message in messages:
-        digest = hashlib.blake2b(digest + canonical(message), digest_size=16).digest()
+        digest = extend_digest(digest, message)
         digests.append(digest)
     return digests
 

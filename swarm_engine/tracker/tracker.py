@@ -1,23 +1,32 @@
 """The calls of one episode, and which earlier call a request goes on from.
 
 Prompt ids are what the sampler is given and completion ids what it returned; a reply's text is never encoded again.
-A request that begins with an earlier call's messages and its answer goes on from that call's recorded ids; what the
-template writes after the answer (the newline behind the end token, the next message) is encoded apart and carries no
-loss. Where the template itself rewrites that history (drops earlier reasoning, say), the template is followed, and the
-request starts a timeline of its own. So does a request whose history was trimmed or edited.
+A request extends an earlier call when its messages begin with that call's messages and its answer, compared by role,
+name, content and tool calls. It then goes on from that call's recorded ids, and what the template writes behind the
+answer (the newline after the end token, the next message) is encoded apart and carries no loss. Where the template
+takes something out of that history by a rule of its own (earlier reasoning, old tool results), `History.RECORDED`
+follows the template: the request starts a timeline of its own. `History.APPEND` goes on all the same. A request whose
+history was trimmed or edited starts a timeline too.
 
-The same messages asked again are a retry: the caller threw the first reply away. Of such calls the ones that later
-calls build on are trained, or the last one where none is; the others stay as a record with the reason `unused_retry`.
+An ask is one request; its choices are calls of their own. The same messages asked again are a retry: the caller threw
+the first replies away. Of equal asks those calls are trained that later calls build on; where none is built on, every
+choice of the last ask is. The others stay as a record with the reason `unused_retry`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from swarm_engine.tracker.codec import ChatCodec
-from swarm_engine.tracker.messages import SENTINEL, Message, extend_digest, prefix_digests
-from swarm_engine.types import Call, Episode, FinishReason
+from swarm_engine.config import History
+from swarm_engine.errors import BadRequestError
+from swarm_engine.tracker.codec import ChatCodec, mark_of
+from swarm_engine.tracker.messages import Message, Tool, extend_digest, prefix_digests
+from swarm_engine.tracker.replies import Answer
+from swarm_engine.types import Call, Episode, FinishReason, Untrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +37,11 @@ class CallNote:
     extends: str | None
     """The call whose recorded ids its prompt begins with; None where the prompt was rendered whole."""
     messages: tuple[Message, ...]
-    """Those after the extended call's answer, or all of them."""
-    answer: str
-    """The reply's content as it was returned."""
+    """Those after the extended call's answer, or all of them; none where the prompt came as token ids."""
+    answer: Answer
+    """The reply as it was returned."""
+    tools: tuple[Tool, ...] = ()
+    """Of its ask; a call that extends another has the same, and names none itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,83 +55,125 @@ class EpisodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A request on its way to the sampler."""
+    """A call on its way to the sampler."""
 
     call_id: str
+    ask_id: str
+    """Shared by the choices of one request."""
     index: int
     """Among the calls of its agent, in order of arrival."""
     agent: str
     prompt_ids: tuple[int, ...]
     rendered: str
-    """The whole prompt as the template writes it, breaks included."""
+    """The whole prompt as the template writes it, breaks included; empty where the prompt came as token ids."""
     protected: tuple[Message, ...]
+    protected_tools: tuple[Tool, ...]
     num_known: int
     """Messages that the extended call and its answer cover."""
     messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
     digest: bytes
-    """Of its messages; equal for a retry."""
+    """Of its messages and tools; equal for a retry."""
     builds_on: str | None
     """The call whose answer is in its history, whether or not the ids could be reused."""
     extends: str | None
+    is_raw: bool = False
+    """Whether the prompt came as token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
     draft: Draft
     call: Call
-    answer: str
+    answer: Answer
 
 
 class EpisodeTracker:
     """What one episode asked and got. Calls may overlap; every method is synchronous and cheap."""
 
-    def __init__(self, episode_id: str, policy: str, codec: ChatCodec) -> None:
+    def __init__(self, episode_id: str, policy: str, codec: ChatCodec, history: History = History.RECORDED) -> None:
         self._episode_id = episode_id
         self.policy = policy
         """Name of the policy it speaks through."""
         self._codec = codec
+        self._history = history
         self._num_drafts = 0
         self._num_by_agent: dict[str, int] = {}
         self._answered: dict[str, _Answered] = {}
         self._by_digest: dict[bytes, str] = {}
+        self._raw: dict[str, list[tuple[bytes, str]]] = {}
+        """By agent, prompt and reply of every call whose prompt came as token ids."""
 
     @property
     def agents(self) -> tuple[str, ...]:
         """Agents that asked for something, in order of their first request."""
         return tuple(self._num_by_agent)
 
-    def begin(self, agent: str, messages: Sequence[Message]) -> Draft:
-        """Turn a request into prompt ids and give it its number.
+    def begin(
+        self, agent: str, messages: Sequence[Message], tools: Sequence[Tool] = (), num_choices: int = 1
+    ) -> tuple[Draft, ...]:
+        """Turn a request into prompt ids and give each of its choices a number.
 
         Raises:
             BadRequestError: the chat template refuses the messages, or has no place for a part of them.
         """
-        messages = tuple(messages)
-        self._codec.check(messages)
-        digests = prefix_digests(agent, messages)
+        return self._number(self._draft(agent, tuple(messages), tuple(tools)), num_choices)
+
+    def _draft(self, agent: str, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Draft:
+        """A request that has no number yet."""
+        self._codec.check(messages, tools)
+        digests = prefix_digests(agent, messages, tools)
         base = self._longest_base(messages, digests)
-        draft = self._extend(agent, base, messages, digests) if base is not None else None
-        if draft is None:
-            protected = tuple(map(self._codec.protect, messages))
-            rendered = self._codec.render(protected)
-            draft = Draft(
-                call_id="",
-                index=0,
-                agent=agent,
-                prompt_ids=self._codec.encode(rendered),
-                rendered=rendered,
-                protected=protected,
-                num_known=0,
-                messages=messages,
-                digest=digests[-1],
-                builds_on=base.call.call_id if base is not None else None,
-                extends=None,
-            )
-        index = self._num_by_agent.get(agent, 0)
-        self._num_by_agent[agent] = index + 1
-        call_id = f"{self._episode_id}-{self._num_drafts}"
-        self._num_drafts += 1
-        return replace(draft, call_id=call_id, index=index)
+        draft = self._render(agent, messages, tools, digests[-1]) if base is None else self._go_on(base, messages)
+        return replace(draft, digest=digests[-1])
+
+    def count_prompt(self, agent: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """How many tokens the prompt of such a request would have.
+
+        Raises:
+            BadRequestError: see `begin`.
+        """
+        return len(self._draft(agent, tuple(messages), tuple(tools)).prompt_ids)
+
+    def begin_ids(self, agent: str, prompt_ids: Sequence[int], num_choices: int = 1) -> tuple[Draft, ...]:
+        """Give the choices of a prompt that came as token ids their numbers; the sampler gets these very ids.
+
+        Raises:
+            BadRequestError: it is empty.
+        """
+        if not prompt_ids:
+            raise BadRequestError("the prompt holds no token", "send at least one", param="prompt")
+        written = _packed(prompt_ids)
+        earlier = [(len(ids), call_id) for ids, call_id in self._raw.get(agent, ()) if written.startswith(ids)]
+        draft = Draft(
+            call_id="",
+            ask_id="",
+            index=0,
+            agent=agent,
+            prompt_ids=tuple(prompt_ids),
+            rendered="",
+            protected=(),
+            protected_tools=(),
+            num_known=0,
+            messages=(),
+            tools=(),
+            digest=hashlib.blake2b(agent.encode() + b"\0" + written, digest_size=16, person=b"raw").digest(),
+            builds_on=max(earlier, key=lambda one: one[0])[1] if earlier else None,
+            extends=None,
+            is_raw=True,
+        )
+        return self._number(draft, num_choices)
+
+    def _number(self, draft: Draft, num_choices: int) -> tuple[Draft, ...]:
+        """The draft of an ask once for each of its choices."""
+        index = self._num_by_agent.get(draft.agent, 0)
+        self._num_by_agent[draft.agent] = index + num_choices
+        first = self._num_drafts
+        self._num_drafts += num_choices
+        names = [f"{self._episode_id}-{first + choice}" for choice in range(num_choices)]
+        return tuple(
+            replace(draft, call_id=name, ask_id=names[0], index=index + choice) for choice, name in enumerate(names)
+        )
 
     def _longest_base(self, messages: Sequence[Message], digests: Sequence[bytes]) -> _Answered | None:
         """The call with the longest history that these messages begin with, its answer included."""
@@ -129,39 +182,83 @@ class EpisodeTracker:
                 return self._answered[found]
         return None
 
-    def _extend(
-        self, agent: str, base: _Answered, messages: tuple[Message, ...], digests: Sequence[bytes]
-    ) -> Draft | None:
-        """The request as a continuation of `base`, or None where the template rewrites what `base` recorded."""
-        codec = self._codec
-        num_known = len(base.draft.messages) + 1
-        answer = codec.protect(answer_message(base.answer))
-        later = tuple(map(codec.protect, messages[num_known:]))
-        marked = codec.render([*base.draft.protected, answer_message(SENTINEL), *later])
-        head, _, tail = marked.partition(SENTINEL)
-        # Some templates put a blank between their generation prompt and an answer; the model wrote its own, or none.
-        gap = head[len(base.draft.rendered) :]
-        if not head.startswith(base.draft.rendered) or gap.strip() or SENTINEL in tail:
-            return None
-        protected = (*base.draft.protected, answer, *later)
-        rendered = codec.render(protected)
-        shown = rendered[len(head) : len(rendered) - len(tail)]
-        if rendered != head + shown + tail or shown.strip() != answer["content"].strip():
-            return None
-        suffix = codec.encode(after_answer(codec, tail, base.call.completion_ids))
+    def _render(self, agent: str, messages: tuple[Message, ...], tools: tuple[Tool, ...], digest: bytes) -> Draft:
+        """A request whose prompt is rendered whole."""
+        protected = tuple(map(self._codec.protect, messages))
+        protected_tools = self._codec.protect_tools(tools)
+        rendered = self._codec.render(protected, protected_tools)
         return Draft(
             call_id="",
+            ask_id="",
             index=0,
             agent=agent,
-            prompt_ids=base.call.prompt_ids + base.call.completion_ids + suffix,
+            prompt_ids=self._codec.encode(rendered),
             rendered=rendered,
             protected=protected,
-            num_known=num_known,
-            messages=(*base.draft.messages, answer_message(base.answer), *messages[num_known:]),
-            digest=digests[-1],
-            builds_on=base.call.call_id,
-            extends=base.call.call_id,
+            protected_tools=protected_tools,
+            num_known=0,
+            messages=messages,
+            tools=tools,
+            digest=digest,
+            builds_on=None,
+            extends=None,
         )
+
+    def _go_on(self, base: _Answered, messages: tuple[Message, ...]) -> Draft:
+        """A request whose history holds an answer.
+
+        What is known of the history comes from the record and not from the request: reasoning that the caller left out
+        is the template's to drop.
+        """
+        codec, before = self._codec, base.draft
+        num_known = len(before.messages) + 1
+        later = _rename_calls(messages[num_known - 1], base.answer, messages[num_known:])
+        answer = base.answer.message()
+        protected_later = tuple(map(codec.protect, later))
+        protected = (*before.protected, codec.protect(answer), *protected_later)
+        rendered = codec.render(protected, before.protected_tools)
+        suffix = self._suffix(base, rendered, protected_later)
+        if suffix is None:
+            prompt_ids = codec.encode(rendered)
+        else:
+            prompt_ids = base.call.prompt_ids + base.call.completion_ids + suffix
+        return replace(
+            before,
+            prompt_ids=prompt_ids,
+            rendered=rendered,
+            protected=protected,
+            num_known=0 if suffix is None else num_known,
+            messages=(*before.messages, answer, *later),
+            builds_on=base.call.call_id,
+            extends=None if suffix is None else base.call.call_id,
+        )
+
+    def _suffix(self, base: _Answered, rendered: str, later: Sequence[Message]) -> tuple[int, ...] | None:
+        """Ids to append to what `base` recorded, or None where the template takes something out of it."""
+        codec, answer, start = self._codec, base.answer, base.draft.rendered
+        try:
+            marked = codec.render((*base.draft.protected, codec.stand_in(answer), *later), base.draft.protected_tools)
+        except BadRequestError:
+            return None
+        tail = codec.after(marked, answer)
+        if tail is None:
+            return None
+        if self._history is History.RECORDED:
+            # Every part of the answer must be there, behind all that was there before it.
+            parts: list[str | int] = list(range(len(answer.tool_calls)))
+            parts += ["content"] if answer.content.strip() or not parts else []
+            parts += ["reasoning"] if answer.reasoning is not None else []
+            written = marked[len(start) :]
+            if not marked.startswith(start) or any(mark_of(part) not in written for part in parts):
+                return None
+            # A template may treat this very answer in another way than its stand-in.
+            if not rendered.startswith(start) or not rendered.endswith(tail):
+                return None
+            content = codec.protect({"role": "assistant", "content": answer.content})["content"].strip()
+            shown = rendered[len(start) : len(rendered) - len(tail)]
+            if content not in shown and json.dumps(content, ensure_ascii=False)[1:-1] not in shown:
+                return None
+        return codec.encode(codec.join(tail, answer, base.call.completion_ids))
 
     def finish(
         self,
@@ -172,15 +269,15 @@ class EpisodeTracker:
         policy_versions: Sequence[int],
         temperature: float,
         finish_reason: FinishReason,
-        answer: str,
+        answer: Answer,
+        untrained: Untrained | None = None,
     ) -> Call:
-        """Keep what the sampler returned."""
+        """Keep what the sampler returned; `untrained` says why it may not be trained, where it may not."""
         assert len(completion_ids) == len(logprobs) == len(policy_versions), "every sampled token has its numbers"
-        untrained_because = None
         if finish_reason is FinishReason.CANCELLED:
-            untrained_because = "cancelled"
-        elif temperature == 0:
-            untrained_because = "greedy"
+            untrained = Untrained.CANCELLED
+        elif untrained is None and temperature == 0:
+            untrained = Untrained.GREEDY
         call = Call(
             call_id=draft.call_id,
             index=draft.index,
@@ -192,12 +289,16 @@ class EpisodeTracker:
             policy_versions=tuple(policy_versions),
             temperature=temperature,
             finish_reason=finish_reason,
-            untrained_because=untrained_because,
+            untrained_because=untrained,
         )
         self._answered[draft.call_id] = _Answered(draft, call, answer)
+        # The caller of a cancelled call never saw its answer, so nothing can build on it.
         if finish_reason is not FinishReason.CANCELLED:
-            # The caller of a cancelled call never saw its answer, so nothing can build on it.
-            self._by_digest[extend_digest(draft.digest, answer_message(answer))] = draft.call_id
+            if draft.is_raw:
+                written = _packed(call.prompt_ids + call.completion_ids)
+                self._raw.setdefault(draft.agent, []).append((written, draft.call_id))
+            else:
+                self._by_digest[extend_digest(draft.digest, answer.message())] = draft.call_id
         return call
 
     def calls(self) -> tuple[Call, ...]:
@@ -205,19 +306,20 @@ class EpisodeTracker:
         answered = self._in_order()
         used = {one.draft.builds_on for one in answered}
         last: dict[bytes, str] = {}
+        """The newest of equal asks."""
         has_used: set[bytes] = set()
         for one in answered:
             if one.call.finish_reason is FinishReason.CANCELLED:
                 continue
-            last[one.draft.digest] = one.call.call_id
+            last[one.draft.digest] = one.draft.ask_id
             if one.call.call_id in used:
                 has_used.add(one.draft.digest)
         calls = []
         for one in answered:
             digest, call = one.draft.digest, one.call
-            keeps = call.call_id in used if digest in has_used else last.get(digest) == call.call_id
+            keeps = call.call_id in used if digest in has_used else last.get(digest) == one.draft.ask_id
             if not keeps and call.untrained_because is None:
-                call = replace(call, untrained_because="unused_retry")
+                call = replace(call, untrained_because=Untrained.UNUSED_RETRY)
             calls.append(call)
         return tuple(calls)
 
@@ -229,6 +331,7 @@ class EpisodeTracker:
                 extends=one.draft.extends,
                 messages=one.draft.messages[one.draft.num_known :],
                 answer=one.answer,
+                tools=one.draft.tools if one.draft.extends is None else (),
             )
             for one in self._in_order()
         )
@@ -241,16 +344,19 @@ def _ordinal(call_id: str) -> int:
     return int(call_id.rpartition("-")[2])
 
 
-def answer_message(text: str) -> Message:
-    """A reply as the message that comes back in a history."""
-    return {"role": "assistant", "content": text}
+def _packed(ids: Sequence[int]) -> bytes:
+    return array("Q", ids).tobytes()
 
 
-def after_answer(codec: ChatCodec, tail: str, completion_ids: Sequence[int]) -> str:
-    """What the template writes after an answer, without the end token that the sampler already returned."""
-    if completion_ids and completion_ids[-1] in codec.end_ids:
-        end = codec.show(completion_ids[-1:])
-        following = tail.lstrip()
-        if following.startswith(end):
-            return following[len(end) :]
-    return tail
+def _rename_calls(sent: Message, answer: Answer, later: Sequence[Message]) -> tuple[Message, ...]:
+    """Later messages with the ids of the answer's calls as they were returned; some frameworks make their own."""
+    ours = [call.call_id for call in answer.tool_calls]
+    renamed = {call["id"]: own for call, own in zip(sent.get("tool_calls", ()), ours, strict=True) if call["id"] != own}
+    if not renamed:
+        return tuple(later)
+    return tuple(
+        {**message, "tool_call_id": renamed.get(message["tool_call_id"], message["tool_call_id"])}
+        if "tool_call_id" in message
+        else message
+        for message in later
+    )

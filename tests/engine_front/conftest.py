@@ -26,6 +26,8 @@ HERE = Path(__file__).parent
 # Test modules are imported without a package; this lets them share `tiny_tokenizer`.
 sys.path.append(str(HERE))
 
+from chat_template import TOOLS_AND_THINKING  # noqa: E402
+
 
 @dataclass
 class Served:
@@ -130,6 +132,15 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 
 SMALL = {"seed": 7, "trainer": {"group_size": 2, "tasks_per_update": 2}, "sampler": {"max_tokens": 16}}
 """Four episodes an update."""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An engine that plays scripts, with a chat template that knows tools and reasoning."""
+    with serve_thread(tmp_path_factory.mktemp("played") / "run", template=TOOLS_AND_THINKING) as served:
+        with served.client() as client:
+            client.start({**SMALL, "sampler": {"backend": "scripted", "max_tokens": 1000}}, wait=True)
+        yield served
 
 
 @pytest.fixture(scope="module")

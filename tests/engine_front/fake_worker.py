@@ -60,8 +60,18 @@ class Knobs:
     """Chance of the end token at each position."""
     max_context: int = 4096
     boot_error: str = ""
+    template: str | None = None
+    """The policy's chat template; None takes the plainest."""
+    fails_after: int | None = None
+    """Tokens after which every reply is given up; None never."""
     replies: tuple[tuple[int, ...], ...] = ()
     """Token ids to play in order of requests instead of drawing; the end token is part of them."""
+
+
+def likeliest(token: int, count: int) -> tuple[tuple[int, float], ...]:
+    """The sampled token, which is as likely as any, and letters after it."""
+    others = [letter for letter in LETTERS if letter != token]
+    return tuple((one, -math.log(len(LETTERS))) for one in [token, *others][:count])
 
 
 def digest(weights: str, update: Update) -> str:
@@ -105,7 +115,12 @@ class Fake:
                 self.boot(message)
             case Generate():
                 with self.log.open("a") as log:
-                    log.write(json.dumps({"is_streamed": message.is_streamed}) + "\n")
+                    seen = {
+                        "is_streamed": message.is_streamed,
+                        "prompt_ids": message.prompt_ids,
+                        "grammar": message.grammar,
+                    }
+                    log.write(json.dumps(seen) + "\n")
                 task = asyncio.create_task(self.generate(message, self.num_requests))
                 self.num_requests += 1
                 self.running[message.request_id] = task
@@ -132,7 +147,7 @@ class Fake:
             kept = json.loads(whole[-1].read_text())
             self.weights, self.step = kept["weights"], kept["step"]
         folder = self.home / "fake_tokenizer"
-        write_tokenizer(folder)
+        write_tokenizer(folder, *([self.knobs.template] if self.knobs.template else []))
         ((name, policy),) = message.config["policies"].items()
         ready = PolicyReady(name, self.step, policy["trainable"], str(folder), (END_ID,), self.knobs.max_context)
         self.send(Booted((ready,), self.step))
@@ -148,7 +163,9 @@ class Fake:
         def flush() -> None:
             if pending:
                 logprobs = tuple([-math.log(len(LETTERS))] * len(pending))
-                self.send(Sampled(message.request_id, tuple(pending), logprobs, self.step))
+                top = tuple(likeliest(token, message.params.top_logprobs) for token in pending)
+                top = top if message.params.top_logprobs else None
+                self.send(Sampled(message.request_id, tuple(pending), logprobs, self.step, top))
                 pending.clear()
 
         script = message.script or (
@@ -164,6 +181,11 @@ class Fake:
             pending.append(token)
             if self.knobs.token_s and message.is_streamed:
                 flush()
+            if position + 1 == self.knobs.fails_after:
+                flush()
+                self.running.pop(message.request_id, None)
+                self.send(Rejected(message.request_id, "the weights are broken"))
+                return
             if token == END_ID:
                 reason = FinishReason.STOP
                 break

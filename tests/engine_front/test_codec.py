@@ -22,8 +22,9 @@ from tiny_tokenizer import (
 )
 
 from swarm_engine.errors import BadRequestError, TokenizerError
-from swarm_engine.tracker.codec import ChatCodec, ChatTemplate, ReplyText
+from swarm_engine.tracker.codec import ChatCodec, ChatTemplate
 from swarm_engine.tracker.messages import Message, parse_messages
+from swarm_engine.tracker.replies import ReplyReader, TextDelta
 
 NOW = datetime(2026, 3, 4, tzinfo=UTC)
 ABC, AB, THE = 259, 256, 258
@@ -38,6 +39,10 @@ CODEC = make()
 
 def prompt(codec: ChatCodec, messages: Sequence[Message]) -> tuple[int, ...]:
     return codec.encode(codec.render([codec.protect(one) for one in parse_messages(list(messages))]))
+
+
+def taken_text(reply: ReplyReader) -> str:
+    return "".join(delta.text for delta in reply.take() if isinstance(delta, TextDelta))
 
 
 def test_a_conversation_becomes_the_ids_worked_out_by_hand() -> None:
@@ -83,7 +88,7 @@ def test_text_survives_encoding_and_decoding(text: str) -> None:
 
 
 def test_every_token_has_its_own_bytes_even_where_a_character_needs_four() -> None:
-    """B013: no U+FFFD in the bytes."""
+    """B013 and B024: no U+FFFD in the bytes, and no token without any, the end token included."""
     smile = [240, 159, 152, 138]
     assert [list(CODEC.token_bytes(one)) for one in smile] == [[240], [159], [152], [138]]
     assert CODEC.decode(smile) == "😊"
@@ -97,55 +102,55 @@ def test_special_and_end_tokens_are_left_out_of_a_reply_and_thinking_is_not() ->
 
 
 def test_a_reply_shows_whole_characters_only_while_it_streams() -> None:
-    reply = ReplyText(CODEC)
+    reply = ReplyReader(CODEC, "e-0")
     taken = []
     for token in [104, 240, 159, 152, 138, END_ID]:
         reply.push([token])
-        taken.append(reply.take())
+        taken.append(taken_text(reply))
     assert taken == ["h", "", "", "", "😊", ""]
 
 
 def test_a_character_that_was_cut_short_ends_as_a_replacement_mark() -> None:
-    reply = ReplyText(CODEC)
+    reply = ReplyReader(CODEC, "e-0")
     reply.push([104, 240, 159])
     reply.finish()
-    assert reply.text == "h\ufffd"
+    assert reply.answer.content == "h\ufffd"
 
 
 def test_a_stop_string_cuts_the_text_and_keeps_the_token_that_completed_it() -> None:
     """B085: stop `ab`, one token reads `abc`."""
-    reply = ReplyText(CODEC, ["ab"])
+    reply = ReplyReader(CODEC, "e-0", stop=["ab"])
     reply.push([*ids("x"), ABC, *ids("y")])
-    assert (reply.text, reply.is_stopped, reply.num_tokens) == ("x", True, 2)
+    assert (reply.answer.content, reply.is_stopped, reply.num_tokens) == ("x", True, 2)
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
-    reply = ReplyText(CODEC, ["END"])
+    reply = ReplyReader(CODEC, "e-0", stop=["END"])
     reply.push(ids("aE"))
-    assert reply.take() == ""
+    assert taken_text(reply) == ""
     reply.push(ids("Nx"))
-    assert reply.take() == "aE"
+    assert taken_text(reply) == "aE"
     reply.push(ids("yEND"))
-    assert reply.take() == "Nxy"
+    assert taken_text(reply) == "Nxy"
     reply.finish()
-    assert (reply.take(), reply.text) == ("", "aENxy")
+    assert (taken_text(reply), reply.answer.content) == ("", "aENxy")
 
 
 @given(st.text("abE", max_size=30), st.lists(st.text("abE", min_size=1, max_size=3), min_size=1, max_size=3))
 def test_streamed_pieces_join_to_the_text_before_the_first_stop(text: str, stops: list[str]) -> None:
-    reply = ReplyText(CODEC, stops)
+    reply = ReplyReader(CODEC, "e-0", stop=stops)
     pieces = []
     for byte in ids(text):
         reply.push([byte])
-        pieces.append(reply.take())
+        pieces.append(taken_text(reply))
     reply.finish()
-    pieces.append(reply.take())
+    pieces.append(taken_text(reply))
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     expected = text
     if ends:
         head = text[: ends[0]]
         expected = min((head[: head.find(stop)] for stop in stops if stop in head), key=len)
-    assert "".join(pieces) == reply.text == expected
+    assert "".join(pieces) == reply.answer.content == expected
 
 
 def test_a_template_gets_what_transformers_gives_it() -> None:

@@ -163,13 +163,13 @@ def test_a_full_disk_fails_the_write_with_a_way_out_and_keeps_what_was_answered(
     asyncio.run(main())
 
 
-def test_a_journal_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "journal.db")
     database.execute("PRAGMA user_version=99")
     database.close()
 
     async def main() -> None:
-        with pytest.raises(JournalError, match=r"newer version .journal 99, this one reads 1"):
+        with pytest.raises(JournalError, match=r"another version .journal 99, this one reads 2"):
             Journal(tmp_path / "journal.db")
 
     asyncio.run(main())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swarm_engine.errors import BadRequestError, UnsupportedError
-from swarm_engine.tracker.messages import canonical, parse_messages, prefix_digests
+from swarm_engine.tracker.messages import canonical, parse_messages, parse_tools, prefix_digests
 
 
 def one(**message: Any) -> dict[str, Any]:
@@ -42,26 +42,54 @@ def test_arguments_are_compared_as_values_and_broken_ones_stay_text() -> None:
         assert call(broken)["tool_calls"][0]["function"]["arguments"] == broken
 
 
-def test_arguments_that_no_tokenizer_takes_are_refused_whether_text_or_object() -> None:
-    def call(arguments: Any) -> dict[str, Any]:
-        return one(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+def with_arguments(arguments: Any) -> Any:
+    message = one(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+    return message["tool_calls"][0]["function"]["arguments"]
 
+
+def test_an_argument_object_that_no_tokenizer_takes_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(64):
         deep = {"a": [deep]}
     for arguments, why in (
         ({"q": "\ud800"}, "lone surrogate"),
         ({"q": [{"\ud800": 1}]}, "lone surrogate"),
-        (r'{"q": "\ud800"}', "lone surrogate"),
-        (r'{"\ufdd0": 1}', "noncharacters"),
+        ({"\ufdd0": 1}, "noncharacters"),
         (deep, "nested more than 64 deep"),
-        (json.dumps(deep), "nested more than 64 deep"),
     ):
         with pytest.raises(BadRequestError, match=rf"tool_calls\[0\].function.arguments .*{why}"):
-            call(arguments)
+            with_arguments(arguments)
     fine = {"a": [{"b": "🙂", "c": 1.5}], "role": None}
-    assert call(fine) == call(json.dumps(fine))
-    assert call(fine)["tool_calls"][0]["function"]["arguments"] == fine
+    assert with_arguments(fine) == with_arguments(json.dumps(fine)) == fine
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"q": "x"',
+        "[1,2]",
+        '"abc"',
+        "",
+        r'{"q": "\ud800"}',
+        r'{"\ufdd0": 1}',
+        '{"a": NaN}',
+        '{"a": 1e999}',
+        '{"a":' * 65 + "1" + "}" * 65,
+        "[" * 100_000,
+    ],
+)
+def test_argument_text_that_spells_no_object_stays_the_text_the_model_wrote(text: str) -> None:
+    """B022: whatever was sampled, the next request is a good one."""
+    assert with_arguments(text) == text
+
+
+def test_arguments_are_compared_by_value_whatever_language_wrote_them_again() -> None:
+    def call(arguments: str, call_id: str) -> dict[str, Any]:
+        return one(role="assistant", tool_calls=[{"id": call_id, "function": {"name": "f", "arguments": arguments}}])
+
+    sampled = call('{"n": 1.0, "s": "\\u00e9", "l": [2.50]}', "call_a")
+    assert canonical(sampled) == canonical(call('{"l":[2.5],"s":"é","n":1}', "other"))
+    assert canonical(sampled) != canonical(call('{"l":[2.5],"s":"e","n":1}', "call_a"))
 
 
 def test_outer_white_space_and_reasoning_do_not_count() -> None:
@@ -118,3 +146,62 @@ def test_digests_differ_by_agent_and_grow_by_message() -> None:
     assert len(digests) == 3
     assert prefix_digests("main", messages[:1]) == digests[:2]
     assert not set(digests) & set(prefix_digests("other", messages))
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_tools_are_read_and_what_they_leave_out_is_filled_in() -> None:
+    assert parse_tools(None) == parse_tools([]) == ()
+    short = {"type": "function", "function": {"name": "look", "description": None, "strict": None}}
+    assert parse_tools([short]) == parse_tools([TOOL]) == (TOOL,)
+    whole = {"type": "function", "function": {**TOOL["function"], "description": "Looks.", "strict": True}}
+    assert parse_tools([whole]) == (whole,)
+
+
+@pytest.mark.parametrize(
+    ("tools", "where"),
+    [
+        ({}, "must be a list"),
+        ([{"type": "web_search"}], r"tools\[0\] is a tool of type 'web_search'"),
+        ([TOOL, TOOL], "names 'look' twice"),
+        ([{"type": "function"}], r"tools\[0\].function is missing"),
+        ([{**TOOL, "cache": 1}], r"tools\[0\].cache is not taken"),
+        ([{"type": "function", "function": {"name": "a b"}}], r"name is 'a b'"),
+        ([{"type": "function", "function": {"name": "a" * 129}}], "1 to 128"),
+        ([{"type": "function", "function": {"name": "a", "parameters": []}}], "must be a JSON schema"),
+        ([{"type": "function", "function": {"name": "a", "strict": 1}}], "must be true or false"),
+        ([{"type": "function", "function": {"name": "a", "returns": {}}}], "returns is not taken"),
+        ([{"type": "function", "function": {"name": "a", "description": "\ufdd0"}}], "noncharacters"),
+        ([{"type": "function", "function": {"name": "a", "parameters": {"\ud800": 1}}}], "lone surrogate"),
+    ],
+)
+def test_tools_that_make_no_sense_are_refused_with_their_place(tools: Any, where: str) -> None:
+    with pytest.raises(BadRequestError, match=where):
+        parse_tools(tools)
+
+
+def test_other_tools_are_another_conversation_and_the_order_of_fields_is_not() -> None:
+    messages = parse_messages([{"role": "user", "content": "a"}])
+    other = {"type": "function", "function": {**TOOL["function"], "name": "see"}}
+    turned = {"function": dict(reversed(TOOL["function"].items())), "type": "function"}
+    digest = prefix_digests("main", messages, (TOOL,))[-1]
+    assert digest == prefix_digests("main", messages, (turned,))[-1]
+    assert digest != prefix_digests("main", messages)[-1]
+    assert digest != prefix_digests("main", messages, (other,))[-1]
+
+
+HEADER = "x-anthropic-billing-header: cc_version=2.1.9; cc_entrypoint=cli; cch="
+
+
+def test_a_coding_clients_nonce_is_not_part_of_the_system_prompt() -> None:
+    """B021: as a block of its own, on a line of its own, and right before the text."""
+    user = {"role": "user", "content": "hi"}
+    plain = parse_messages([{"role": "system", "content": "Be brief."}, user])
+    for nonce in ("aaaa1;", "bbbb2;"):
+        parts = [{"type": "text", "text": HEADER + nonce}, {"type": "text", "text": "Be brief."}]
+        for content in (parts, f"{HEADER}{nonce}\nBe brief.", f"{HEADER}{nonce}Be brief."):
+            assert parse_messages([{"role": "system", "content": content}, user]) == plain
+        assert parse_messages([{"role": "system", "content": HEADER + nonce}, user]) == parse_messages([user])
+    asked = parse_messages([{"role": "user", "content": HEADER + "aaaa1;"}])
+    assert asked[0]["content"] == HEADER + "aaaa1;", "only a system prompt carries it"

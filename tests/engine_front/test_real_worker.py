@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -10,9 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
+from chat_template import TOOLS_AND_THINKING
 from conftest import Served, serve_thread
+from tiny_model import build_tiny_model
 
 from swarm_engine.client import ContextLengthError, SwarmClient, SyncEpisode, Task
 from swarm_engine.server.worker_link import WORKER_COMMAND
@@ -50,6 +54,103 @@ def test_streamed_and_whole_replies_are_the_same_and_recorded_as_served(real: Se
     assert [entry.logprob for entry in whole.choices[0].logprobs.content or []] == first["logprobs"]
     assert whole.usage is not None
     assert whole.usage.completion_tokens == len(first["token_ids"])
+
+
+MOVE: dict[str, object] = {
+    "type": "object",
+    "properties": {"move": {"enum": ["left", "right"]}, "sure": {"type": "boolean"}},
+    "required": ["move", "sure"],
+    "additionalProperties": False,
+}
+
+
+def test_a_reply_fits_its_schema_in_every_api_and_is_not_trained(real: Served) -> None:
+    with real.client() as client, client.episode("t", mode=Mode.EVAL) as episode:
+        api = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+        claude = anthropic.Anthropic(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+        found = []
+        for _ in range(4):
+            chat = api.chat.completions.create(
+                model="policy",
+                messages=HI,
+                max_tokens=400,
+                logprobs=True,
+                top_logprobs=3,
+                response_format={"type": "json_schema", "json_schema": {"name": "move", "schema": MOVE}},
+            )
+            found.append(chat.choices[0].message.content or "")
+            assert chat.choices[0].logprobs is not None
+            for entry in chat.choices[0].logprobs.content or []:
+                likeliest = entry.top_logprobs[0].logprob
+                assert likeliest >= entry.logprob
+                assert all(one.logprob <= likeliest for one in entry.top_logprobs)
+            response = api.responses.create(
+                model="policy",
+                input="Your move?",
+                max_output_tokens=400,
+                text={"format": {"type": "json_schema", "name": "move", "schema": MOVE}},
+            )
+            found.append(response.output_text)
+            message = claude.messages.create(
+                model="policy",
+                messages=HI,
+                max_tokens=400,
+                output_config={"format": {"type": "json_schema", "schema": MOVE}},
+            )
+            found += [block.text for block in message.content if block.type == "text"]
+        episode.end(reward=0.0)
+        masks = [timeline["blocks"][-1]["loss_mask"] for timeline in client.timelines(episode.episode_id)]
+    moves = [json.loads(text) for text in found]
+    assert len(moves) == 12
+    assert all(move["move"] in ("left", "right") and move["sure"] in (True, False) for move in moves)
+    assert not any(map(any, masks))
+
+
+TURN: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "turn",
+        "description": "Turns.",
+        "parameters": {
+            "type": "object",
+            "properties": {"to": {"enum": ["left", "right"]}},
+            "required": ["to"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_a_forced_call_and_a_form_beside_tools_are_what_a_random_model_writes(tmp_path: Path) -> None:
+    """Its template thinks and calls tools; what it samples under the grammars is read back as calls and answers."""
+    run_dir = tmp_path / "run"
+    model = build_tiny_model(run_dir / "models" / "tiny", spread=0.02, max_position_embeddings=2048)
+    (model / "chat_template.jinja").write_text(TOOLS_AND_THINKING)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "move", "schema": MOVE}}
+    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+        client.start({**CONFIG, "policies": {"policy": {"model": "tiny"}}}, wait=True)
+        with client.episode("t", mode=Mode.EVAL) as episode:
+            api = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+            settings: Any = {"model": "policy", "messages": HI, "tools": [TURN], "max_tokens": 200, "n": 16}
+            forced = api.chat.completions.create(**settings, tool_choice="required").choices
+            formed = api.chat.completions.create(**settings, response_format=form).choices
+            episode.end(reward=0.0)
+        masks = [timeline["blocks"][-1]["loss_mask"] for timeline in client.timelines(episode.episode_id)]
+    # A random model that begins to think rarely finds the end.
+    called = [choice for choice in forced if choice.finish_reason != "length"]
+    assert called
+    assert {choice.finish_reason for choice in called} == {"tool_calls"}
+    answered = 0
+    for choice in [*called, *formed]:
+        for call in choice.message.tool_calls or []:
+            assert call.type == "function"
+            assert call.function.name == "turn"
+            assert json.loads(call.function.arguments)["to"] in ("left", "right")
+        if choice.finish_reason == "stop":
+            assert json.loads(choice.message.content or "")["move"] in ("left", "right")
+            answered += 1
+    assert answered
+    assert not any(map(any, masks))
 
 
 def test_a_dialogue_is_one_timeline_and_a_long_prompt_is_refused(real: Served) -> None:

@@ -14,7 +14,7 @@ from tiny_tokenizer import CHATML, END_ID, PAD_ID, START_ID, THINK_ID, UNTHINK_I
 from swarm_engine.config import Merge
 from swarm_engine.merger import merge
 from swarm_engine.tracker.blocks import EpisodeBlocks
-from swarm_engine.tracker.codec import ChatCodec, ChatTemplate, ReplyText
+from swarm_engine.tracker.codec import ChatCodec, ChatTemplate
 from swarm_engine.tracker.messages import Message, parse_messages
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Author, Call, Episode, FinishReason, Mode, Outcome
@@ -47,11 +47,19 @@ BARE = (
 """No control tokens at all."""
 
 
+BEFORE = "{% for message in messages %}{% if message.content == 'bye' %}(over){% endif %}{% endfor %}" + CHATML
+BEHIND = CHATML + "{% for message in messages %}{% if message.content == 'bye' %}(over){% endif %}{% endfor %}"
+"""What an answer says changes what stands before or behind it."""
+
+
 def make_codec(template: str) -> ChatCodec:
     return ChatCodec(make_tokenizer().to_str(), ChatTemplate(template, {}, NOW), (END_ID,))
 
 
-CODECS = {name: make_codec(globals()[name]) for name in ("CHATML", "TRIMMING", "FORGETFUL", "THINK_FIRST", "BARE")}
+CODECS = {
+    name: make_codec(globals()[name])
+    for name in ("CHATML", "TRIMMING", "FORGETFUL", "THINK_FIRST", "BARE", "BEFORE", "BEHIND")
+}
 
 
 class Chat:
@@ -63,7 +71,7 @@ class Chat:
         self.drafts: list[Draft] = []
 
     def ask(self, *messages: dict[str, Any], agent: str = "main") -> Draft:
-        draft = self.tracker.begin(agent, parse_messages(list(messages)))
+        (draft,) = self.tracker.begin(agent, parse_messages(list(messages)))
         self.drafts.append(draft)
         return draft
 
@@ -75,7 +83,7 @@ class Chat:
         temperature: float = 1.0,
         stop: tuple[str, ...] = (),
     ) -> Message:
-        reply = ReplyText(self.codec, stop)
+        reply = self.codec.reader(draft, stop)
         reply.push(sampled)
         reply.finish()
         self.tracker.finish(
@@ -85,9 +93,9 @@ class Chat:
             policy_versions=[0] * len(sampled),
             temperature=temperature,
             finish_reason=reason,
-            answer=reply.text,
+            answer=reply.answer,
         )
-        return {"role": "assistant", "content": reply.text}
+        return reply.answer.message()
 
     def reply(self, *messages: dict[str, Any], sampled: list[int], **how: Any) -> Message:
         return self.answer(self.ask(*messages), sampled, **how)
@@ -121,6 +129,20 @@ def test_the_newline_behind_the_end_token_is_in_the_row_without_a_loss() -> None
     (timeline,) = merge(chat.record().episode.timelines(), Merge.TOKEN)
     mask = [0] * len(prompt) + [1] * 3 + [0] * len(suffix) + [1] * 2
     assert list(map(int, timeline.loss_mask)) == mask
+
+
+def test_the_loss_covers_the_sampled_tokens_of_a_turn_and_nothing_of_its_frame() -> None:
+    """B025: [start, 'assistant', newline, T1, T2, end, newline] has the mask [0, 0, 0, 1, 1, 1, 0]."""
+    chat = Chat()
+    first = chat.reply(user("hi"), sampled=[97, 99, END_ID])
+    chat.reply(user("hi"), first, user("go"), sampled=[100, END_ID])
+    (timeline,) = merge(chat.record().episode.timelines(), Merge.TOKEN)
+    start = [at for at, token in enumerate(timeline.tokens) if token == START_ID][1]
+    frame = [START_ID, *ids("assistant\n"), 97, 99, END_ID, *ids("\n")]
+    assert list(timeline.tokens[start : start + len(frame)]) == frame
+    mask = timeline.loss_mask[start : start + len(frame)]
+    assert list(map(int, mask)) == [0] * 11 + [1, 1, 1] + [0]
+    assert sum(mask) == len(chat.calls()[0].completion_ids) == 3
 
 
 def test_white_space_that_a_template_trims_does_not_cut_the_conversation() -> None:
@@ -187,7 +209,7 @@ def test_a_template_without_control_tokens_is_encoded_apart_so_nothing_merges_ac
 def test_thinking_that_the_template_drops_makes_a_branch() -> None:
     chat = Chat("FORGETFUL")
     answer = chat.reply(user("hi"), sampled=[THINK_ID, *ids("hm"), UNTHINK_ID, *ids("yes"), END_ID])
-    assert answer["content"] == "<think>hm</think>yes"
+    assert (answer["content"], answer["reasoning_content"]) == ("yes", "hm")
     draft = chat.ask(user("hi"), answer, user("go"))
     assert draft.extends is None
     assert draft.builds_on == "e-0"
@@ -195,6 +217,25 @@ def test_thinking_that_the_template_drops_makes_a_branch() -> None:
     chat.answer(draft, [END_ID])
     assert chat.merged() == 2
     assert all(call.untrained_because is None for call in chat.calls())
+
+
+def test_an_answer_that_the_template_reads_otherwise_than_it_was_sampled_makes_a_branch() -> None:
+    """The tag was sampled in plain tokens, so it is content; the template takes what stands before it away."""
+    chat = Chat("FORGETFUL")
+    answer = chat.reply(user("hi"), sampled=[*ids("x</think>y"), END_ID])
+    assert answer["content"] == "x</think>y"
+    draft = chat.ask(user("hi"), answer, user("go"))
+    assert draft.extends is None
+    assert chat.codec.show(draft.prompt_ids).count("x") == 0
+
+
+def test_an_answer_that_changes_what_the_template_writes_elsewhere_makes_a_branch() -> None:
+    for template, extends in (("BEFORE", None), ("BEHIND", None), ("CHATML", "e-0")):
+        chat = Chat(template)
+        answer = chat.reply(user("hi"), sampled=[*ids("bye"), END_ID])
+        assert chat.ask(user("hi"), answer, user("go")).extends == extends
+        other = chat.reply(user("ho"), sampled=[*ids("ok"), END_ID])
+        assert chat.ask(user("ho"), other, user("go")).extends == "e-2"
 
 
 def test_an_empty_thinking_block_that_comes_and_goes_makes_a_branch_and_no_crash() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -38,15 +39,16 @@ def byte_characters() -> list[str]:
     return [table[byte] for byte in range(256)]
 
 
-def make_tokenizer() -> Tokenizer:
+def make_tokenizer(special: Sequence[str] = SPECIAL, added: Sequence[str] = ("<think>", "</think>")) -> Tokenizer:
+    """The tokenizer; `special` and then `added`, which is not flagged special, follow the bytes and merges."""
     vocab = {character: byte for byte, character in enumerate(byte_characters())}
     vocab.update({text: 256 + index for index, text in enumerate(MERGED)})
     merges = [("a", "b"), ("t", "h"), ("th", "e"), ("ab", "c")]
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     return tokenizer
 
 

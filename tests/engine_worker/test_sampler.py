@@ -320,7 +320,7 @@ def test_drawing_follows_the_weights_and_skips_zeros() -> None:
 def test_frequencies_match_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, float("-inf")]]).expand(20_000, -1)
     numbers = torch.from_numpy(uniforms(np.full(20_000, 3, np.uint64), np.arange(20_000)))
-    tokens, logprobs = choose(logits, torch.full((20_000,), 2.0), numbers)
+    tokens, logprobs, _ = choose(logits, torch.full((20_000,), 2.0), numbers)
     expected = torch.tensor([0.0, 0.5, 1.0]).softmax(-1)
     shares = torch.bincount(tokens, minlength=4) / 20_000
     assert shares[:3].tolist() == pytest.approx(expected.tolist(), abs=0.012)

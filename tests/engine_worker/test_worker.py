@@ -61,6 +61,20 @@ def test_a_conversation_with_the_worker(tiny_dir: Path, tmp_path: Path) -> None:
         assert "no policy 'other' here" in front.receive(Rejected).message
         assert "prompt is empty" in front.receive(Rejected).message
 
+        likely = SamplingParams(40, seed=1, top_logprobs=2)
+        front.send(Generate("f", "policy", (5, 6, 7), likely, is_streamed=False, grammar='start: "ab" | "abc"'))
+        sampled = front.receive(Sampled)
+        assert sampled.token_ids[-1] == 2
+        assert sampled.top is not None
+        assert [len(one) for one in sampled.top] == [min(2, len(one)) for one in sampled.top]
+        assert all(
+            dict(one)[token] == logprob
+            for one, token, logprob in zip(sampled.top, sampled.token_ids, sampled.logprobs, strict=True)
+        )
+        assert front.receive(Finished) == Finished("f", FinishReason.STOP)
+        front.send(Generate("g", "policy", (5,), SamplingParams(4), grammar="start: ("))
+        assert "grammar can't be followed" in front.receive(Rejected).message
+
         front.send(update(1))
         updated = front.receive(Updated)
         assert (updated.step, updated.drops, updated.metrics["skipped"]) == (1, {}, 0)

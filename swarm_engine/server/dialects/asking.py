@@ -1,0 +1,96 @@
+"""What all APIs say in other words: which tools a reply may call, and which form it must have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swarm_engine.errors import BadRequestError, UnsupportedError
+from swarm_engine.server.dialects.fields import blaming
+from swarm_engine.server.episodes import Auto, Named, NoTools, Required, ToolChoice
+from swarm_engine.server.grammars import json_object_grammar, json_schema_grammar
+from swarm_engine.tracker.messages import Message
+
+
+def openai_tool_choice(value: Any, tools: Sequence[Message]) -> ToolChoice:
+    """`tool_choice` of OpenAI's APIs, in which a function is named in an object of its own or beside its type."""
+    match value:
+        case None | "auto":
+            return Auto()
+        case "none":
+            return NoTools()
+        case "required":
+            return must_call((), tools)
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return must_call((name,), tools)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(subset)}} | {
+            "type": "allowed_tools",
+            "mode": mode,
+            "tools": list(subset),
+        }:
+            return _allowed(mode, [_name_of(one) for one in subset], tools)
+    raise UnsupportedError(
+        f"tool_choice {value!r} is not taken by this server",
+        'use "auto", "none", "required", or name a function',
+        param="tool_choice",
+    )
+
+
+def _name_of(value: Any) -> str:
+    match value:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    raise BadRequestError(f"tool_choice allows {value!r}, which names no function", param="tool_choice")
+
+
+def _allowed(mode: Any, names: Sequence[str], tools: Sequence[Message]) -> ToolChoice:
+    if mode == "required":
+        return must_call(names, tools)
+    if mode != "auto" or {tool["function"]["name"] for tool in tools} - set(names):
+        raise UnsupportedError(
+            f"tool_choice allows some tools in mode {mode!r}, which nothing enforces here",
+            "send only those tools, or use mode required",
+            param="tool_choice",
+        )
+    return Auto()
+
+
+def must_call(names: Sequence[str], tools: Sequence[Message]) -> ToolChoice:
+    """The choice that forces a call of one of the named tools, or of any where none is named."""
+    known = [tool["function"]["name"] for tool in tools]
+    if not known:
+        raise BadRequestError(
+            "tool_choice forces a tool call, but there are no tools", "send tools", param="tool_choice"
+        )
+    if unknown := [name for name in names if name not in known]:
+        raise BadRequestError(
+            f"tool_choice names {unknown[0]!r}, the tools are {', '.join(known)}",
+            "name one of them",
+            param="tool_choice",
+        )
+    return Named(tuple(names)) if names else Required()
+
+
+def form(value: Any, param: str) -> str | None:
+    """The grammar of an answer's form: text has none, else it is a JSON object, or what fits a schema.
+
+    Chat completions put the schema one level deeper than the other APIs.
+    """
+    match value:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return json_object_grammar()
+        case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:
+            return blaming(param, lambda: json_schema_grammar(schema))
+        case {"type": "json_schema"}:
+            raise BadRequestError(f"{param} has no schema", "put the JSON schema there", param=param)
+    raise UnsupportedError(
+        f"{param} is {value!r:.200}", "its type is text, json_object or json_schema with a schema", param=param
+    )
+
+
+def wrapped(name: Any, description: Any, parameters: Any, strict: Any = None) -> Mapping[str, Any]:
+    """A tool in the shape of chat completions, which templates know."""
+    function = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}

@@ -1,0 +1,201 @@
+"""Reading the fields of a request's body, the same for every API.
+
+Sampling parameters are honoured or refused with a 400 that names the field; none is silently ignored. Fields that only
+label a request (`user`, `metadata`, …) are taken and dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from swarm_engine.errors import BadRequestError, UnsupportedError
+from swarm_engine.server.episodes import Script
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_TEMPERATURE = 2.0
+MIN_TEMPERATURE = 0.01
+"""Lower ones but 0 underflow: the reply is greedy, yet its log-probabilities and their gradients are 1/temperature."""
+MAX_TOKENS = 2**31 - 1
+
+SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+}
+"""What would change the distribution in a way that training can't follow, at the values that change nothing."""
+
+PENALTY = "penalties change the distribution that training would have to rebuild; leave it at "
+WHOLE = "training needs the whole distribution; leave it "
+WHY = {
+    "top_p": WHOLE + "at 1",
+    "top_k": WHOLE + "out",
+    "min_p": WHOLE + "out",
+    "presence_penalty": PENALTY + "0",
+    "frequency_penalty": PENALTY + "0",
+    "repetition_penalty": PENALTY + "1",
+    "echo": "the prompt is not sampled; put it before the reply yourself",
+    "best_of": "ask for n choices and choose yourself",
+    "reasoning_effort": "the model's own template decides how it thinks; leave it out",
+    "reasoning": "the model's own template decides how it thinks; leave it out",
+    "thinking": "the model's own template decides how it thinks; leave it out",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "truncation": "the prompt is served as it is or refused; shorten it yourself",
+    "conversation": "send the messages, or previous_response_id",
+    "background": "stream the reply instead",
+}
+"""The way out, for fields whose refusal needs one."""
+
+OPENAI_LABELS = frozenset(
+    {
+        "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prompt_cache_options", "service_tier",
+    }
+)  # fmt: skip
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Which fields an API has here."""
+
+    read: frozenset[str]
+    labels: frozenset[str]
+    """They say nothing about the reply."""
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Fields that are taken only at values that change nothing."""
+
+    def check(self, raw: Mapping[str, Any]) -> None:
+        """See that every field is read, a label or neutral.
+
+        Raises:
+            UnsupportedError: one is not.
+        """
+        for name, value in raw.items():
+            if name in self.read or name in self.labels or value is None:
+                continue
+            neutral = self.neutral.get(name)
+            if neutral is None:
+                raise UnsupportedError(f"{name} is not taken by this server", WHY.get(name, "leave it out"), param=name)
+            if value not in neutral:
+                raise UnsupportedError(
+                    f"{name}={value!r} is not taken by this server", WHY.get(name, "leave it out"), param=name
+                )
+
+
+def text(raw: Mapping[str, Any], name: str) -> str | None:
+    """A string, or None where it was left out."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequestError(f"{name} must be a string", param=name)
+    return value
+
+
+def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """True or false."""
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BadRequestError(f"{name} must be true or false, not {value!r}", param=name)
+    return value
+
+
+def integer(raw: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    """A whole number, or None where it was left out."""
+    value = raw.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        limits = f"of at least {low}" if high >= MAX_TOKENS else f"from {low} to {high}"
+        raise BadRequestError(f"{name} must be a whole number {limits}, not {value!r}", param=name)
+    return value
+
+
+def limit(raw: Mapping[str, Any], *names: str) -> int | None:
+    """The reply's limit in tokens: the first of these fields that was given."""
+    found = [integer(raw, name, 1, MAX_TOKENS) for name in names]
+    return next((value for value in found if value is not None), None)
+
+
+def seed(raw: Mapping[str, Any]) -> int | None:
+    """The request's own seed."""
+    return integer(raw, "seed", -(2**63), 2**63 - 1)
+
+
+def temperature(raw: Mapping[str, Any]) -> float:
+    """The temperature, 1 where it was left out."""
+    value = raw.get("temperature")
+    if value is None:
+        return 1.0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not 0 <= value <= MAX_TEMPERATURE:
+        raise BadRequestError(f"temperature must be a number from 0 to 2, not {value!r}", param="temperature")
+    if 0 < value < MIN_TEMPERATURE:
+        raise BadRequestError(
+            f"temperature {value!r} is too close to 0 to be sampled at and trained",
+            f"take 0 for the likeliest token, or at least {MIN_TEMPERATURE}",
+            param="temperature",
+        )
+    return float(value)
+
+
+def stops(raw: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
+    """The texts that end the reply before them."""
+    value = raw.get(name)
+    found = [] if value is None else [value] if isinstance(value, str) else value
+    if (
+        not isinstance(found, list)
+        or len(found) > MAX_STOPS
+        or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS for stop in found)
+    ):
+        raise BadRequestError(
+            f"{name} must be a text or a list of up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters",
+            param=name,
+        )
+    return tuple(found)
+
+
+def script(raw: Mapping[str, Any]) -> Script | None:
+    """The reply to play."""
+    value = raw.get("script")
+    if value is None or isinstance(value, str):
+        return value
+    return token_ids(value, "script")
+
+
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """A list of token ids."""
+    if not isinstance(value, list) or not all(
+        isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value
+    ):
+        raise BadRequestError(f"{name} must be a text or a list of token ids", param=name)
+    return tuple(value)
+
+
+def items(value: Any, where: str) -> Sequence[tuple[str, Mapping[str, Any]]]:
+    """The objects of a list, each with its place for error messages."""
+    if not isinstance(value, list):
+        raise BadRequestError(f"{where} must be a list", param=where)
+    for index, one in enumerate(value):
+        if not isinstance(one, dict):
+            raise BadRequestError(f"{where}[{index}] must be an object", param=f"{where}[{index}]")
+    return [(f"{where}[{index}]", one) for index, one in enumerate(value)]
+
+
+def blaming(name: str, make: Callable[[], T]) -> T:
+    """What `make` returns; its refusal names the field it was made for."""
+    try:
+        return make()
+    except BadRequestError as error:
+        error.param = name
+        raise

@@ -1,0 +1,415 @@
+"""Anthropic's messages, and the count of a request's tokens.
+
+Blocks of a user's turn become messages for the chat template: tool results come first, right behind the calls they
+answer, then the text. A system prompt of several blocks is joined with line breaks.
+
+A tool's input is an object here, whatever the model wrote. Arguments that are none come as `{"INVALID_JSON": text}`,
+the form that Anthropic's own documentation gives them, and such an input in a history is that text again. While a call
+is sampled its input is held back until it is complete, for the SDK raises on input that is no JSON; a tool with
+`eager_input_streaming` gets it token by token as sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError
+from swarm_engine.server.dialects import asking, fields, writing
+from swarm_engine.server.episodes import (
+    Auto,
+    CallRequest,
+    LiveEpisode,
+    News,
+    NoTools,
+    RunningAsk,
+    RunningCall,
+    ToolChoice,
+)
+from swarm_engine.tracker.messages import Message, Tool, parse_messages, parse_tools, read_arguments
+from swarm_engine.tracker.replies import Delta, ReasoningDelta, TextDelta
+from swarm_engine.types import FinishReason
+
+INVALID = "INVALID_JSON"
+SYSTEM_SEPARATOR = "\n"
+
+COUNTED = frozenset({"model", "messages", "system", "tools", "tool_choice", "output_config"})
+LABELS = frozenset(
+    {"metadata", "cache_control", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "diagnostics"}
+)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **fields.SAMPLING_NEUTRAL,
+    "speed": ("standard",),
+    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
+}
+RULES = fields.Rules(
+    COUNTED | {"max_tokens", "temperature", "stop_sequences", "stream", "seed", "script"}, LABELS, NEUTRAL
+)
+COUNT_RULES = fields.Rules(COUNTED, LABELS, NEUTRAL)
+
+ERROR_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(error: SwarmEngineError) -> dict[str, Any]:
+    """An error in Anthropic's shape."""
+    kind = ERROR_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None}
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesRequest:
+    """A request for a message."""
+
+    model: str
+    call: CallRequest
+    is_stream: bool
+    eager_tools: frozenset[str]
+    """Names of the tools whose input is streamed as sampled."""
+
+    def whole(self, ask: RunningAsk) -> Mapping[str, Any]:
+        """The message with all its blocks."""
+        blocks = Blocks(self, ask)
+        (call,) = ask.calls
+        for _ in (*blocks.take(call.news()), *blocks.close()):
+            pass
+        return blocks.message(call)
+
+    def writer(self, ask: RunningAsk) -> MessagesWriter:
+        """Writes the message event by event."""
+        return MessagesWriter(self, ask)
+
+
+Event = dict[str, Any]
+
+
+class Blocks:
+    """The content of a message while it grows, and the events that tell of it.
+
+    A whole message is what its events add up to, so the two can't differ.
+    """
+
+    def __init__(self, request: MessagesRequest, ask: RunningAsk) -> None:
+        self._request = request
+        self._ask = ask
+        self._content: list[dict[str, Any]] = []
+        self._kind: object = None
+        """Of the pieces that the open block takes: their type, and for a call its place; None where none is open."""
+        self._parts: list[str] = []
+        """Text of the open block."""
+
+    def message(self, call: RunningCall | None = None) -> Event:
+        """The message as it is now; with its call where that is recorded."""
+        reason, stop = _stop_reason(call) if call is not None else (None, None)
+        return {
+            "id": f"msg_{self._ask.call_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self._ask.policy,
+            "content": self._content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": self.usage(call),
+        }
+
+    def usage(self, call: RunningCall | None) -> Event:
+        """Token counts."""
+        return {
+            "input_tokens": self._ask.num_prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": self._ask.num_completion_tokens if call is not None else 0,
+        }
+
+    def take(self, news: News) -> Iterable[Event]:
+        """Events of what came in."""
+        for delta in news.deltas:
+            kind = type(delta) if isinstance(delta, TextDelta | ReasoningDelta) else delta.index
+            if kind != self._kind:
+                yield from self.close()
+                yield self._open(delta)
+                self._kind = kind
+            yield from self._grow(delta)
+
+    def _delta(self, **delta: Any) -> Event:
+        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
+
+    def _open(self, delta: Delta) -> Event:
+        self._parts = []
+        block: dict[str, Any]
+        match delta:
+            case TextDelta():
+                block = {"type": "text", "text": "", "citations": None}
+            case ReasoningDelta():
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+            case _:
+                block = {"type": "tool_use", "id": delta.call_id, "name": delta.name, "input": {}}
+        self._content.append(block)
+        return {"type": "content_block_start", "index": len(self._content) - 1, "content_block": block.copy()}
+
+    def _grow(self, delta: Delta) -> Iterable[Event]:
+        match delta:
+            case TextDelta(text):
+                yield self._delta(type="text_delta", text=text)
+            case ReasoningDelta(text):
+                yield self._delta(type="thinking_delta", thinking=text)
+            case _:
+                text = delta.arguments
+                if text and self._content[-1]["name"] in self._request.eager_tools:
+                    yield self._delta(type="input_json_delta", partial_json=text)
+        self._parts.append(text)
+
+    def close(self) -> Iterable[Event]:
+        """Events of the end of the open block, if there is one."""
+        if self._kind is None:
+            return
+        self._kind = None
+        block, text = self._content[-1], "".join(self._parts)
+        match block["type"]:
+            case "text":
+                block["text"] = text
+            case "thinking":
+                # Frameworks send thinking back only with a signature; the reply's own name is one.
+                block["thinking"], block["signature"] = text, self._ask.call_id
+                yield self._delta(type="signature_delta", signature=self._ask.call_id)
+            case _:
+                block["input"] = _input(text)
+                if block["name"] not in self._request.eager_tools:
+                    whole = json.dumps(block["input"]) if INVALID in block["input"] else text
+                    yield self._delta(type="input_json_delta", partial_json=whole)
+        yield {"type": "content_block_stop", "index": len(self._content) - 1}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """What the model wrote as an object."""
+    found = read_arguments(arguments)
+    return found if isinstance(found, dict) else {INVALID: arguments}
+
+
+def _stop_reason(call: RunningCall) -> tuple[str, str | None]:
+    if call.finish_reason is FinishReason.LENGTH:
+        return "max_tokens", None
+    if call.reply.is_stopped:
+        return "stop_sequence", call.stopped_by
+    return ("tool_use" if call.answer.tool_calls else "end_turn"), None
+
+
+class MessagesWriter:
+    """Writes a message as events."""
+
+    def __init__(self, request: MessagesRequest, ask: RunningAsk) -> None:
+        self._blocks = Blocks(request, ask)
+        self._call = ask.calls[0]
+
+    def start(self) -> bytes:
+        """The message before its first block."""
+        return writing.named_events([{"type": "message_start", "message": self._blocks.message()}])
+
+    def more(self, _call: RunningCall, news: News) -> bytes:
+        """Blocks that begin, grow and end."""
+        return writing.named_events(self._blocks.take(news))
+
+    def finish(self, _call: RunningCall) -> bytes:
+        """The end of the last block."""
+        return writing.named_events(self._blocks.close())
+
+    def end(self) -> bytes:
+        """Why the message ended, and its usage."""
+        reason, stop = _stop_reason(self._call)
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        usage = self._blocks.usage(self._call)
+        return writing.named_events(
+            [{"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+        )
+
+    def fail(self, error: SwarmEngineError) -> bytes:
+        """The open block ends, and the error follows."""
+        return writing.named_events([*self._blocks.close(), error_body(error)])
+
+
+def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> MessagesRequest:
+    """Read a request.
+
+    Raises:
+        BadRequestError: a field is malformed.
+        UnsupportedError: a field or value that this server doesn't take.
+    """
+    RULES.check(raw)
+    messages, tools = _prompt(raw)
+    choice, is_parallel = _tool_choice(raw.get("tool_choice"), tools)
+    return MessagesRequest(
+        model=fields.text(raw, "model") or "",
+        call=CallRequest(
+            messages=messages,
+            max_tokens=fields.limit(raw, "max_tokens"),
+            temperature=fields.temperature(raw),
+            seed=fields.seed(raw),
+            stop=fields.stops(raw, "stop_sequences"),
+            tools=tools,
+            tool_choice=choice,
+            is_single_call=not is_parallel,
+            grammar=_form(raw.get("output_config")),
+            unthinking="thinking" if raw.get("thinking") == {"type": "disabled"} else None,
+            script=fields.script(raw),
+        ),
+        is_stream=fields.flag(raw, "stream"),
+        eager_tools=frozenset(tool["name"] for tool in raw.get("tools") or () if tool.get("eager_input_streaming")),
+    )
+
+
+def parse_count(raw: Mapping[str, Any]) -> tuple[str, tuple[Message, ...], tuple[Tool, ...]]:
+    """Read a request for a count: the model's name, the messages and the tools.
+
+    Raises:
+        BadRequestError: a field is malformed.
+        UnsupportedError: a field or value that this server doesn't take.
+    """
+    COUNT_RULES.check(raw)
+    messages, tools = _prompt(raw)
+    _tool_choice(raw.get("tool_choice"), tools)
+    _form(raw.get("output_config"))
+    return fields.text(raw, "model") or "", messages, tools
+
+
+def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+    messages: list[dict[str, Any]] = []
+    if system := raw.get("system"):
+        messages.append({"role": "system", "content": _system(system, "system")})
+    if not raw.get("messages"):
+        raise BadRequestError("messages must be a list with at least one message", param="messages")
+    for where, message in fields.items(raw["messages"], "messages"):
+        match message.get("role"):
+            case "user":
+                messages += _user(message.get("content"), f"{where}.content")
+            case "assistant":
+                messages.append(_assistant(message.get("content"), f"{where}.content"))
+            case "system":
+                messages.append({"role": "system", "content": _system(message.get("content"), f"{where}.content")})
+            case role:
+                raise BadRequestError(
+                    f"{where}.role is {role!r}", "it must be user, assistant or system", param=f"{where}.role"
+                )
+    if messages[-1]["role"] == "assistant":
+        raise UnsupportedError(
+            "the last message is the assistant's, and this server begins every reply itself",
+            "end with a user message",
+            param="messages",
+        )
+    return parse_messages(messages), parse_tools(_tools(raw.get("tools")))
+
+
+def _blocks(content: Any, where: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})]
+    return fields.items(content, where)
+
+
+def _block_text(block: Mapping[str, Any], where: str) -> str:
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise UnsupportedError(
+            f"{where} is a block of type {block.get('type')!r}, this model reads text only",
+            'send {"type": "text", "text": ...}',
+            param=where,
+        )
+    return str(block["text"])
+
+
+def _system(content: Any, where: str) -> str:
+    return SYSTEM_SEPARATOR.join(_block_text(block, place) for place, block in _blocks(content, where))
+
+
+def _user(content: Any, where: str) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for place, block in _blocks(content, where):
+        if block.get("type") != "tool_result":
+            texts.append(_block_text(block, place))
+            continue
+        inner = block.get("content")
+        text = "" if inner is None else "".join(_block_text(*one[::-1]) for one in _blocks(inner, f"{place}.content"))
+        results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+    if texts or not results:
+        results.append({"role": "user", "content": "".join(texts)})
+    return results
+
+
+def _assistant(content: Any, where: str) -> dict[str, Any]:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for place, block in _blocks(content, where):
+        match block.get("type"):
+            case "thinking":
+                reasoning.append(str(block.get("thinking") or ""))
+            case "tool_use":
+                function = {"name": block.get("name"), "arguments": _arguments(block.get("input"), place)}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case _:
+                texts.append(_block_text(block, place))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _arguments(value: Any, where: str) -> Any:
+    match value:
+        case {"INVALID_JSON": str(text)} if len(value) == 1:
+            return text
+        case dict():
+            return value
+    raise BadRequestError(f"{where}.input must be an object", param=f"{where}.input")
+
+
+def _tools(raw: Any) -> Any:
+    """Tools in the shape of chat completions."""
+    if raw is None:
+        return None
+    known = {"type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming"}
+    wrapped = []
+    for where, tool in fields.items(raw, "tools"):
+        if tool.get("type") not in (None, "custom"):
+            raise UnsupportedError(
+                f"{where} is a tool of type {tool['type']!r}, the model calls functions only",
+                "send tools with an input_schema and run them yourself",
+                param=where,
+            )
+        if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False, [])]:
+            raise UnsupportedError(f"{where}.{unknown[0]} is not taken by this server", "leave it out", param=where)
+        wrapped.append(
+            asking.wrapped(tool.get("name"), tool.get("description"), tool.get("input_schema"), tool.get("strict"))
+        )
+    return wrapped
+
+
+def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]:
+    """The choice, and whether a reply may hold several calls."""
+    is_parallel = not (isinstance(value, dict) and fields.flag(value, "disable_parallel_tool_use"))
+    match value:
+        case None | {"type": "auto"}:
+            return Auto(), is_parallel
+        case {"type": "none"}:
+            return NoTools(), is_parallel
+        case {"type": "any"}:
+            return asking.must_call((), tools), is_parallel
+        case {"type": "tool", "name": str(name)}:
+            return asking.must_call((name,), tools), is_parallel
+    raise UnsupportedError(
+        f"tool_choice {value!r} is not taken by this server", "its type is auto, any, tool or none", param="tool_choice"
+    )
+
+
+def _form(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"format"}):
+        raise UnsupportedError("output_config takes format only", "leave the rest out", param="output_config")
+    return asking.form(value.get("format"), "output_config")

@@ -1,0 +1,473 @@
+"""OpenAI's responses: typed items in, typed items out.
+
+A response can go on from an earlier one of its episode by `previous_response_id`. Items that one reply of the assistant
+is made of (reasoning, message, function calls) become one message for the chat template. Reasoning comes back in plain
+text; `encrypted_content`, where a request includes it, is the same text, so that a caller who keeps only that loses
+nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError, UnsupportedError
+from swarm_engine.server.dialects import asking, fields, writing
+from swarm_engine.server.dialects.chat import MAX_TOP_LOGPROBS
+from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
+from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
+from swarm_engine.tracker.replies import Delta, ReasoningDelta, TextDelta
+from swarm_engine.types import FinishReason
+
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_REASONING = "reasoning.encrypted_content"
+
+RULES = fields.Rules(
+    read=frozenset(
+        {
+            "model", "input", "instructions", "previous_response_id", "temperature", "max_output_tokens", "stream",
+            "stream_options", "include", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "text", "store",
+            "seed", "stop", "script", "reasoning",
+        }
+    ),
+    labels=fields.OPENAI_LABELS,
+    neutral={
+        **fields.SAMPLING_NEUTRAL,
+        "background": (False,),
+        "truncation": ("disabled",),
+    },
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A request for a response."""
+
+    model: str
+    call: CallRequest
+    is_stream: bool
+    is_stored: bool
+    """Whether a later request may go on from it."""
+    has_logprobs: bool
+    has_encrypted: bool
+    history: tuple[Message, ...]
+    """The messages a later request goes on from; instructions are each request's own."""
+    echoed: Mapping[str, Any]
+    """What the response repeats of the request."""
+
+    def whole(self, ask: RunningAsk) -> Mapping[str, Any]:
+        """The response with all its items."""
+        items = Items(self, ask)
+        (call,) = ask.calls
+        for _ in (*items.take(call.news()), *items.close(call)):
+            pass
+        return items.response(_status(call), call)
+
+    def writer(self, ask: RunningAsk) -> ResponsesWriter:
+        """Writes the response event by event."""
+        return ResponsesWriter(self, ask)
+
+
+def _status(call: RunningCall) -> str:
+    return "incomplete" if call.finish_reason is FinishReason.LENGTH else "completed"
+
+
+Event = dict[str, Any]
+
+
+class Items:
+    """The output of a response while it grows, and the events that tell of it.
+
+    A whole response is what its events add up to, so the two can't differ.
+    """
+
+    def __init__(self, request: ResponsesRequest, ask: RunningAsk) -> None:
+        self._request = request
+        self._ask = ask
+        self._name = f"resp_{ask.call_id}"
+        self._created = time.time()
+        self._output: list[dict[str, Any]] = []
+        self._is_open = False
+        self._parts: list[str] = []
+        """Text of the open item."""
+        self._kind: object = None
+        """Of the pieces that the open item takes: their type, and for a call its place."""
+        self._entries: list[dict[str, Any]] = []
+        """Log-probabilities that no text event has told of yet."""
+        self._told: list[dict[str, Any]] = []
+
+    def response(self, status: str, call: RunningCall | None = None, error: SwarmEngineError | None = None) -> Event:
+        """The response as it is now; with its call where that is recorded."""
+        usage = None
+        if call is not None:
+            num_prompt, num_sampled = self._ask.num_prompt_tokens, self._ask.num_completion_tokens
+            usage = {
+                "input_tokens": num_prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": num_sampled,
+                "output_tokens_details": {"reasoning_tokens": self._ask.num_reasoning_tokens},
+                "total_tokens": num_prompt + num_sampled,
+            }
+        return {
+            "id": self._name,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": time.time() if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None if error is None else {"code": "server_error", "message": str(error)},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._ask.policy,
+            "output": self._output.copy(),
+            "temperature": self._ask.request.temperature,
+            "top_p": 1.0,
+            "truncation": "disabled",
+            **self._request.echoed,
+            "usage": usage,
+        }
+
+    def take(self, news: News) -> Iterable[Event]:
+        """Events of what came in."""
+        if self._request.has_logprobs:
+            self._entries += writing.token_entries(self._ask.calls[0], news.tokens)
+        for delta in news.deltas:
+            kind = type(delta) if isinstance(delta, TextDelta | ReasoningDelta) else delta.index
+            if kind != self._kind:
+                yield from self._close_item("completed")
+                yield from self._open_item(delta)
+                self._kind = kind
+            yield from self._grow(delta)
+
+    def close(self, call: RunningCall) -> Iterable[Event]:
+        """Events of the end of the output; a later request can go on from it now."""
+        if not self._output:
+            yield from self._open_item(TextDelta(""))
+        yield from self._close_item(_status(call))
+        if self._request.is_stored:
+            self._ask.episode.responses[self._name] = (*self._request.history, call.answer.message())
+        text = next((item for item in self._output if item["type"] == "message"), None)
+        if self._request.has_logprobs and text is not None:
+            # The end token and those of reasoning and calls belong to no text; the reply's first one carries them all.
+            text["content"][0]["logprobs"] = self._told + self._entries
+
+    def abandon(self) -> Iterable[Event]:
+        """Events of an output that broke off."""
+        yield from self._close_item("incomplete")
+
+    def _event(self, kind: str, **more: Any) -> Event:
+        item = self._output[-1]
+        return {"type": f"response.{kind}", "item_id": item["id"], "output_index": len(self._output) - 1, **more}
+
+    def _item_event(self, kind: str) -> Event:
+        item = self._output[-1]
+        return {
+            "type": f"response.output_item.{kind}",
+            "output_index": len(self._output) - 1,
+            "item": {key: value.copy() if isinstance(value, list) else value for key, value in item.items()},
+        }
+
+    def _open_item(self, delta: Delta) -> Iterable[Event]:
+        name = f"{self._ask.call_id}_{len(self._output)}"
+        self._is_open, self._parts = True, []
+        item: dict[str, Any]
+        match delta:
+            case TextDelta():
+                item = {
+                    "type": "message",
+                    "id": f"msg_{name}",
+                    "status": "in_progress",
+                    "role": "assistant",
+                    "content": [],
+                }
+            case ReasoningDelta():
+                item = {"type": "reasoning", "id": f"rs_{name}", "status": "in_progress", "summary": [], "content": []}
+            case _:
+                item = {
+                    "type": "function_call",
+                    "id": f"fc_{name}",
+                    "status": "in_progress",
+                    "call_id": delta.call_id,
+                    "name": delta.name,
+                    "arguments": "",
+                }
+        self._output.append(item)
+        yield self._item_event("added")
+        if item["type"] != "function_call":
+            yield self._event("content_part.added", content_index=0, part=self._part(""))
+
+    def _part(self, text: str) -> dict[str, Any]:
+        """The content of the open item."""
+        if self._output[-1]["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._told.copy()}
+
+    def _grow(self, delta: Delta) -> Iterable[Event]:
+        match delta:
+            case TextDelta(text):
+                entries, self._entries = self._entries, []
+                self._told += entries
+                yield self._event("output_text.delta", content_index=0, delta=text, logprobs=entries)
+            case ReasoningDelta(text):
+                yield self._event("reasoning_text.delta", content_index=0, delta=text)
+            case _:
+                text = delta.arguments
+                if text:
+                    yield self._event("function_call_arguments.delta", delta=text)
+        self._parts.append(text)
+
+    def _close_item(self, status: str) -> Iterable[Event]:
+        if not self._is_open:
+            return
+        self._is_open, self._kind = False, None
+        item, text = self._output[-1], "".join(self._parts)
+        item["status"] = status
+        match item["type"]:
+            case "function_call":
+                item["arguments"] = text
+                yield self._event("function_call_arguments.done", arguments=text)
+            case kind:
+                part = self._part(text)
+                item["content"] = [part]
+                if kind == "reasoning":
+                    if self._request.has_encrypted:
+                        item["encrypted_content"] = text
+                    yield self._event("reasoning_text.done", content_index=0, text=text)
+                else:
+                    yield self._event("output_text.done", content_index=0, text=text, logprobs=part["logprobs"])
+                yield self._event("content_part.done", content_index=0, part=part)
+        yield self._item_event("done")
+
+
+class ResponsesWriter:
+    """Writes a response as events, numbered."""
+
+    def __init__(self, request: ResponsesRequest, ask: RunningAsk) -> None:
+        self._items = Items(request, ask)
+        self._call = ask.calls[0]
+        self._num_events = 0
+
+    def _numbered(self, events: Iterable[Event]) -> bytes:
+        numbered = []
+        for event in events:
+            numbered.append({**event, "sequence_number": self._num_events})
+            self._num_events += 1
+        return writing.named_events(numbered)
+
+    def _life(self, kind: str, response: Event) -> Event:
+        return {"type": f"response.{kind}", "response": response}
+
+    def start(self) -> bytes:
+        """The response before its first item."""
+        begun = self._items.response("in_progress")
+        return self._numbered([self._life("created", begun), self._life("in_progress", begun)])
+
+    def more(self, _call: RunningCall, news: News) -> bytes:
+        """Items that begin, grow and end."""
+        return self._numbered(self._items.take(news))
+
+    def finish(self, call: RunningCall) -> bytes:
+        """The end of the last item."""
+        return self._numbered(self._items.close(call))
+
+    def end(self) -> bytes:
+        """The response, complete or cut at its limit."""
+        status = _status(self._call)
+        return self._numbered([self._life(status, self._items.response(status, self._call))])
+
+    def fail(self, error: SwarmEngineError) -> bytes:
+        """The open item ends, and the response has failed."""
+        events = list(self._items.abandon())
+        return self._numbered([*events, self._life("failed", self._items.response("failed", error=error))])
+
+
+def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
+    """Read a request.
+
+    Raises:
+        BadRequestError: a field is malformed.
+        UnsupportedError: a field or value that this server doesn't take.
+        NotFoundError: this episode has no such earlier response.
+    """
+    RULES.check(raw)
+    include = raw.get("include") or []
+    if unknown := [one for one in include if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING)]:
+        raise UnsupportedError(f"include has {unknown[0]!r}, which this server has nothing of", param="include")
+    top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
+    history = (*_earlier(raw, episode), *parse_messages(_messages(raw.get("input"))))
+    instructions = fields.text(raw, "instructions")
+    own = parse_messages([{"role": "system", "content": instructions}]) if instructions else ()
+    tools = parse_tools(_tools(raw.get("tools")))
+    is_parallel = fields.flag(raw, "parallel_tool_calls", default=True)
+    form = _form(raw.get("text"))
+    return ResponsesRequest(
+        model=fields.text(raw, "model") or "",
+        call=CallRequest(
+            messages=(*own, *history),
+            max_tokens=fields.limit(raw, "max_output_tokens"),
+            temperature=fields.temperature(raw),
+            seed=fields.seed(raw),
+            stop=fields.stops(raw),
+            tools=tools,
+            tool_choice=asking.openai_tool_choice(raw.get("tool_choice"), tools),
+            is_single_call=not is_parallel,
+            grammar=asking.form(form, "text"),
+            top_logprobs=top_logprobs,
+            unthinking=_unthinking(raw.get("reasoning")),
+            script=fields.script(raw),
+        ),
+        is_stream=fields.flag(raw, "stream"),
+        is_stored=fields.flag(raw, "store", default=True),
+        has_logprobs=top_logprobs > 0 or INCLUDE_LOGPROBS in include,
+        has_encrypted=INCLUDE_REASONING in include,
+        history=history,
+        echoed={
+            "instructions": instructions,
+            "max_output_tokens": raw.get("max_output_tokens"),
+            "metadata": raw.get("metadata") or {},
+            "parallel_tool_calls": is_parallel,
+            "previous_response_id": raw.get("previous_response_id"),
+            "store": raw.get("store", True),
+            "text": {"format": form or {"type": "text"}},
+            "tool_choice": raw.get("tool_choice") or "auto",
+            "tools": raw.get("tools") or [],
+            "top_logprobs": top_logprobs,
+            "reasoning": {"effort": None, "summary": None, **(raw.get("reasoning") or {})},
+        },
+    )
+
+
+def _earlier(raw: Mapping[str, Any], episode: LiveEpisode) -> tuple[Message, ...]:
+    name = fields.text(raw, "previous_response_id")
+    if name is None:
+        return ()
+    found = episode.responses.get(name)
+    if found is None:
+        raise NotFoundError(
+            f"this episode has no response {name!r}",
+            "go on from one that it gave and stored, or send the whole input",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    return found
+
+
+def _unthinking(value: Any) -> str | None:
+    value = {} if value is None else value
+    if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"effort"}):
+        raise UnsupportedError(
+            f"reasoning={value!r} is not taken by this server", fields.WHY["reasoning"], param="reasoning"
+        )
+    effort = value.get("effort")
+    if effort not in (None, "none"):
+        raise UnsupportedError(f"reasoning.effort is {effort!r}", fields.WHY["reasoning"], param="reasoning")
+    return None if effort is None else "reasoning"
+
+
+def _form(value: Any) -> Any:
+    if value is None:
+        return None
+    if (
+        not isinstance(value, dict)
+        or value.keys() - {"format", "verbosity"}
+        or value.get("verbosity") not in (None, "medium")
+    ):
+        raise UnsupportedError("text takes format only", 'its verbosity is "medium"', param="text")
+    return value.get("format")
+
+
+def _tools(raw: Any) -> Any:
+    """Tools in the shape of chat completions."""
+    if raw is None:
+        return None
+    wrapped = []
+    for where, tool in fields.items(raw, "tools"):
+        if tool.get("type") != "function":
+            raise UnsupportedError(
+                f"{where} is a tool of type {tool.get('type')!r}, the model calls functions only",
+                "send functions and run them yourself",
+                param=where,
+            )
+        known = {"type", "name", "description", "parameters", "strict"}
+        if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False)]:
+            raise UnsupportedError(f"{where}.{unknown[0]} is not taken by this server", "leave it out", param=where)
+        wrapped.append(
+            asking.wrapped(tool.get("name"), tool.get("description"), tool.get("parameters"), tool.get("strict"))
+        )
+    return wrapped
+
+
+def _messages(raw: Any) -> list[dict[str, Any]]:
+    """Items as messages of chat completions."""
+    if isinstance(raw, str):
+        return [{"role": "user", "content": raw}]
+    if not raw:
+        raise BadRequestError("input must be a text or a list with at least one item", param="input")
+    messages: list[dict[str, Any]] = []
+    reply: dict[str, Any] | None = None
+    """The assistant's message that items are still being added to."""
+    for where, item in fields.items(raw, "input"):
+        kind = item.get("type", "message" if "role" in item else None)
+        is_reply = kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
+        if not is_reply:
+            reply = None
+            messages.append(_other(kind, item, where))
+            continue
+        if reply is None or _begins_anew(kind, reply):
+            reply = {"role": "assistant", "content": ""}
+            messages.append(reply)
+        if kind == "message":
+            reply["content"] += _text(item.get("content"), f"{where}.content")
+        elif kind == "reasoning":
+            reply["reasoning_content"] = _reasoning(item, where)
+        else:
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            reply.setdefault("tool_calls", []).append(call)
+    return messages
+
+
+def _begins_anew(kind: Any, reply: Mapping[str, Any]) -> bool:
+    """Whether an item belongs to another reply than the items right before it."""
+    if kind == "reasoning":
+        return True
+    return bool(kind == "message" and reply["content"] and "tool_calls" not in reply)
+
+
+def _other(kind: Any, item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if kind == "message":
+        return {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
+    if kind == "function_call_output":
+        output = _text(item.get("output"), f"{where}.output")
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+    raise UnsupportedError(
+        f"{where} is an item of type {kind!r}",
+        "this server takes message, reasoning, function_call and function_call_output",
+        param=where,
+    )
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for place, part in fields.items(content, where):
+        if part.get("type") not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+            raise UnsupportedError(
+                f"{place} is a part of type {part.get('type')!r}, this model reads text only",
+                'send {"type": "input_text", "text": ...}',
+                param=where,
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _reasoning(item: Mapping[str, Any], where: str) -> str:
+    if item.get("content"):
+        parts = fields.items(item["content"], f"{where}.content")
+    elif item.get("encrypted_content"):
+        return str(item["encrypted_content"])
+    else:
+        parts = fields.items(item.get("summary") or [], f"{where}.summary")
+    return "".join(str(part.get("text", "")) for _, part in parts)
