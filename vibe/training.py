@@ -156,9 +156,7 @@ def begin(database: Database, request: Request, written: Written, run_dir: Path)
         )
         attempt = begin_attempt(session, experiment)
         if attempt.state is not JobState.INTENT:
-            record_job(
-                session, attempt.job_id, JobState.LOST, fencing=attempt.fencing, cause="its process ended without a word"
-            )
+            record_job(session, attempt.job_id, JobState.LOST, fencing=attempt.fencing, cause="its process was killed")
             attempt = begin_attempt(session, experiment)
         record_job(
             session, attempt.job_id, JobState.SUBMITTED, fencing=attempt.fencing, log_path=str(run_dir / LOG_FILE)
