@@ -54,7 +54,9 @@ def research(
     ] = None,
     updates: Annotated[int | None, typer.Option(min=2, max=100_000, help="Optimizer updates of a run.")] = None,
     eval_games: Annotated[int | None, typer.Option(min=2, help="Held-out games of an evaluation.")] = None,
-    minutes: Annotated[float | None, typer.Option(min=1, help="What the study may take on the clock.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=1, max=1_000_000, help="What the study may take on the clock.")
+    ] = None,
     jobs: Jobs = 0,
     as_json: Json = False,
 ) -> None:
@@ -156,6 +158,8 @@ def main() -> int:
     except sqlite3.OperationalError as error:
         problem = f"the study's checkpoint can't be written ({error}); make room, then `a3r resume`"
         return _give_up(problem, 1, as_json=as_json)
+    except UnicodeEncodeError as error:
+        return _give_up(f"{error.object!r:.80} is not valid UTF-8; write it in UTF-8", 2, as_json=as_json)
     except OSError as error:
         problem = f"{error.filename or 'a file'}: {error.strerror}; make room or name another --home"
         return _give_up(problem, 1, as_json=as_json)

@@ -168,7 +168,7 @@ class JsonReporter:
             fields = {"plan": plan.model_dump(mode="json"), "plan_sha256": plan.sha256, **_checked_as_data(checked)}
         self.emit(kind, **fields)
 
-    def emit(self, kind: str, **fields: Any) -> None:
+    def emit(self, kind: str, /, **fields: Any) -> None:
         """One line."""
         print(json.dumps({"event": kind, **fields}, ensure_ascii=False, default=_as_data), flush=True)
 

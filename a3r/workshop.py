@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
 from a3r.errors import A3RError, QuestionError
 from a3r.prereg.plan import Arm, Level, Plan
 from swarm_engine.config import EngineConfig
 from vibe import library, render
 from vibe.errors import VibeError
-from vibe.project import ProjectSpec, Training
+from vibe.project import ProjectSpec, Training, first_problem
 
 
 class Workshop(Protocol):
@@ -59,6 +61,8 @@ def refuse_impossible(plan: Plan) -> None:
     for arm in plan.arms:
         try:
             project_spec(plan, arm)
+        except ValidationError as error:
+            raise QuestionError(f"{arm.key} can't be trained: {first_problem(error)}") from error
         except VibeError as error:
             raise QuestionError(
                 f"{arm.key} can't be played with the other rules as they are: {error}. State the other rule too, as in "

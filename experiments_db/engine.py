@@ -67,8 +67,16 @@ ADVISORY_LOCK = 0x613372
 
 
 def home_folder(home: Path | str | None = None) -> Path:
-    """The folder that holds all state: as given, else A3R_HOME, else `.a3r` in the current folder. Not created here."""
-    return Path(home or os.environ.get(HOME_VARIABLE) or DEFAULT_HOME).expanduser().absolute()
+    """The folder that holds all state: as given, else A3R_HOME, else `.a3r` in the current folder. Not created here.
+
+    Raises:
+        UnavailableError: it begins with `~` and a name that no user has.
+    """
+    folder = Path(home or os.environ.get(HOME_VARIABLE) or DEFAULT_HOME)
+    try:
+        return folder.expanduser().absolute()
+    except RuntimeError as error:
+        raise UnavailableError(f"{folder} begins with an unknown user; set {HOME_VARIABLE} to a whole path") from error
 
 
 def default_url(home: Path | str | None = None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -92,6 +93,8 @@ class OfflineBrain:
             raise UsageError(
                 f"the description has {len(description)} characters, the limit is {MAX_DESCRIPTION}; shorten it"
             )
+        if any(unicodedata.category(char) == "Cs" for char in description):
+            raise UsageError("the description is not valid UTF-8; write it in UTF-8")
         sentences = split_sentences(description)
         template = choose(sentences)
         readings, facts, unread = read_rules(sentences, template)
@@ -123,8 +126,12 @@ BRAINS: Mapping[str, type[Brain]] = {"offline": OfflineBrain}
 
 
 def split_sentences(description: str) -> tuple[str, ...]:
-    """The sentences of a text, word for word, without the white space around them."""
-    parts = re.split(r"(?<=[.!?])\s+|\n+", description)
+    """The sentences of a text, word for word, without the white space around them.
+
+    Characters that would steer a terminal are taken for spaces.
+    """
+    plain = "".join(" " if unicodedata.category(char) == "Cc" and char != "\n" else char for char in description)
+    parts = re.split(r"(?<=[.!?])\s+|\n+", plain)
     return tuple(part.strip() for part in parts if part.strip())
 
 

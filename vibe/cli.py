@@ -122,13 +122,16 @@ def templates(as_json: Json = False) -> None:
 def main() -> int:
     """Run the command; returns its exit code. An error of ours is a message, never a traceback."""
     from experiments_db.errors import ExperimentsDbError
-    from vibe.errors import INTERRUPTED, VibeError
+    from vibe.errors import INTERRUPTED, UsageError, VibeError
 
     try:
         app(prog_name="vibe")
     except (VibeError, ExperimentsDbError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)
+    except UnicodeEncodeError as error:
+        print(f"error: {error.object!r:.80} is not valid UTF-8; write it in UTF-8", file=sys.stderr)
+        return UsageError.exit_code
     except OSError as error:
         print(f"error: {error}; make room or choose another place, then run the same command again", file=sys.stderr)
         return 1

@@ -25,7 +25,8 @@ _WORDED = (
 _DIGITS = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+(?:\.\d+)?"
 _ONE = rf"(?:{_DIGITS}|(?<![a-z]){_WORDED})"
 _BY = r"(?:\s*[x×*]\s*|[\s-]by[\s-])"
-_NUMBER = re.compile(rf"(?<![\w.])(?:(?<!\w)-)?{_ONE}(?P<by>(?:{_BY}{_ONE})+)?", re.IGNORECASE)
+_MINUS = r"(?<!\w)[-−]|(?<![a-z])(?:minus|negative)\s+"
+_NUMBER = re.compile(rf"(?<![\w.])(?P<minus>{_MINUS})?{_ONE}(?P<by>(?:{_BY}{_ONE})+)?", re.IGNORECASE)
 _EACH = re.compile(_ONE, re.IGNORECASE)
 _TO = re.compile(r"\s*(?:to|-|–|or|through|,|, or|, and|and)\s*", re.IGNORECASE)
 _AFTER = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
@@ -48,7 +49,7 @@ class Number:
     @property
     def is_whole(self) -> bool:
         """Whether every value is an integer."""
-        return all(value == int(value) for value in self.values)
+        return all(value.is_integer() for value in self.values)
 
 
 def value_of(text: str) -> float:
@@ -79,7 +80,7 @@ def find(text: str) -> list[Number]:
     found: list[Number] = []
     for match in _NUMBER.finditer(text):
         values = tuple(value_of(each[0]) for each in _EACH.finditer(match[0]))
-        if match[0].startswith("-"):
+        if match["minus"]:
             values = (-values[0], *values[1:])
         number = Number(match[0], match.start(), match.end(), values, is_size=match["by"] is not None)
         joined = _join(text, found[-1], number) if found else None

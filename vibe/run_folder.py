@@ -14,6 +14,8 @@ from vibe.errors import UsageError
 from vibe.project import RESULTS_FILE
 
 LOCK_FILE = "run.lock"
+COMMAND_LOCK_FILE = "command.lock"
+"""Held by a command while it starts a training and writes down how that ends; the training itself holds the other."""
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
@@ -31,15 +33,17 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def locked(run_dir: Path, file_name: str = LOCK_FILE) -> Iterator[None]:
     """Hold a run's folder while the block runs; the system lets go of it when the process ends, however it ends.
 
+    Args:
+        file_name: which of its locks.
     Raises:
         UsageError: another training holds it, it is finished, or it can't be made.
     """
     try:
         make_folder(run_dir, 0o700)
-        handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        handle = os.open(run_dir / file_name, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise UsageError(
             f"the run's folder {run_dir} can't be used ({error.strerror}); name another: --run-dir"

@@ -33,7 +33,7 @@ from vibe.brain import BRAINS
 from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError, UsageError
 from vibe.project import RESULTS_FILE, ProjectSpec, project_for
 from vibe.record import RECORD_FILE, read
-from vibe.run_folder import refuse_if_taken
+from vibe.run_folder import COMMAND_LOCK_FILE, locked, refuse_if_taken
 
 PROJECTS, RUNS = "projects", "runs"
 """Folders of A3R_HOME."""
@@ -121,8 +121,8 @@ def train_from_words(request: Request) -> None:
         raise UsageError("--swarm and --token-file go together: the URL says where, the token opens it")
     written = write_from_words(request)
     run_dir = (request.run_dir or home_folder() / RUNS / new_ulid()).resolve()
-    refuse_if_taken(run_dir)
-    with open_database() as database:
+    with locked(run_dir, COMMAND_LOCK_FILE), open_database() as database:
+        refuse_if_taken(run_dir)
         experiment, attempt = begin(database, request, written, run_dir)
         with recorded(database, attempt):
             watch(request, written, run_dir, experiment)
@@ -131,7 +131,10 @@ def train_from_words(request: Request) -> None:
 
 
 def begin(database: Database, request: Request, written: Written, run_dir: Path) -> tuple[str, Attempt]:
-    """Write the run down before it starts: its id, and the job that this process reports on."""
+    """Write the run down before it starts: its id, and the job that this process reports on.
+
+    The caller holds the run's folder, so an open job is one whose process was killed.
+    """
     spec = written.spec
     question = request.description
     with database.write() as session:
@@ -152,6 +155,9 @@ def begin(database: Database, request: Request, written: Written, run_dir: Path)
             run_dir=str(run_dir),
         )
         attempt = begin_attempt(session, experiment)
+        if attempt.state is not JobState.INTENT:
+            record_job(session, attempt.job_id, JobState.LOST, fencing=attempt.fencing, cause="its process was killed")
+            attempt = begin_attempt(session, experiment)
         record_job(
             session, attempt.job_id, JobState.SUBMITTED, fencing=attempt.fencing, log_path=str(run_dir / LOG_FILE)
         )

@@ -98,7 +98,7 @@ class Knob:
         if not is_inside:
             raise QuestionError(f"{self.label} {number:g} is out of range: it goes {self.limits}")
         if self.kind is int:
-            if number != int(number):
+            if not float(number).is_integer():
                 raise QuestionError(f"{self.label} {number:g} is not a whole number")
             return int(number)
         return float(number)

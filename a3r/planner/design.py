@@ -33,6 +33,7 @@ UPDATES = 25
 EVALUATIONS = 5
 """Evaluations after the one before training."""
 SEEDS, EXTRA_SEEDS = 3, 2
+MAX_SEEDS = 100
 USUAL_WALL_S = 12 * 60.0
 """What a study may take on the clock where nobody says; more where its first look already costs more."""
 MAX_EPISODES_PER_UPDATE = 4096
@@ -77,6 +78,8 @@ def design(reading: Reading, wishes: Wishes) -> Plan:
         reading = replace(reading, levels=tuple(sorted(reading.levels, key=float)))
     game, knob = reading.game, reading.knob
     seeds = wishes.seeds or reading.counts.get("seeds") or SEEDS
+    if seeds > MAX_SEEDS:
+        raise QuestionError(f"{seeds} seeds are too many, the limit is {MAX_SEEDS}")
     extra = EXTRA_SEEDS if wishes.extra_seeds is None else wishes.extra_seeds
     settings, rules = _controls(reading)
     sizes = _sizes(reading, wishes, settings)

@@ -16,8 +16,9 @@ from a3r.prereg.plan import Direction, Level, MetricKind
 from vibe.numbers import WORDS as NUMBER_WORDS
 
 _NUMBER = re.compile(
-    r"(?<![\w.])(?P<digits>\d+(?:,\d{3})+(?![\d,])|(?:\d+(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)(?P<percent>\s?%)?(?![\w]|\.\d)"
-    rf"|(?<![\w-])(?P<word>{'|'.join(sorted(NUMBER_WORDS, key=len, reverse=True))})(?![\w-])"
+    r"(?P<minus>(?<![\w.])[-−](?=[\d.])|(?<![\w-])(?:minus|negative)\s+)?"
+    r"(?:(?<![\w.])(?P<digits>\d+(?:,\d{3})+(?![\d,])|(?:\d+(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)(?P<percent>\s?%)?(?![\w]|\.\d)"
+    rf"|(?<![\w-])(?P<word>{'|'.join(sorted(NUMBER_WORDS, key=len, reverse=True))})(?![\w-]))"
 )
 _REACH = re.compile(
     r"\b(?:reach(?:es|ing|ed)?|gets? to|getting to|hits?|attains?|threshold|until|episodes to)"
@@ -234,7 +235,8 @@ def _numbers(text: str) -> Iterator[tuple[float, int, int]]:
         if match["word"] == "one":
             continue
         value = float(match["digits"].replace(",", "")) if match["digits"] else float(NUMBER_WORDS[match["word"]])
-        yield (value / 100 if match["percent"] else value), match.start(), match.end()
+        value = value / 100 if match["percent"] else value
+        yield (-value if match["minus"] else value), match.start(), match.end()
 
 
 def _counts(text: _Text, read_as: list[tuple[str, str]]) -> dict[str, int]:
@@ -243,7 +245,7 @@ def _counts(text: _Text, read_as: list[tuple[str, str]]) -> dict[str, int]:
     for number, start, end in list(_numbers(text.left)):
         for name, rule in _CONTROL:
             if match := rule.match(text.words[end:]):
-                if number != int(number) or number < 1:
+                if not number.is_integer() or number < 1:
                     raise QuestionError(f"{number:g} {name.replace('_', ' ')} can't be run; give a whole number from 1")
                 if counts.get(name, number) != number:
                     raise QuestionError(

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from a3r.prereg.plan import StageKind
+from a3r.progress import JsonReporter
 from experiments_db.engine import open_database
 from experiments_db.models import EvalRun, MetricPoint
 from experiments_db.writes import create_single_run
@@ -90,6 +92,10 @@ def test_json_is_one_event_a_line(tmp_path):
         (("research", "--yes", "--seeds", "1", EXAMPLE), 2, "--seeds"),
         (("research", "--yes", "--no-such-flag", EXAMPLE), 2, "--no-such-flag"),
         (("verify", "01NOSUCHSTUDY"), 2, "is no study here"),
+        (("verify", "\udcff"), 2, "not valid UTF-8"),
+        (("research", "--yes", "--minutes", "inf", EXAMPLE), 2, "--minutes"),
+        (("research", "--yes", "--eval-games", "1000000", EXAMPLE), 2, "less than or equal to 100000"),
+        (("research", "--yes", f"{EXAMPLE} With 1000000 updates"), 2, "less than or equal to 100000"),
         (("compare", "01NOSUCHRUN"), 1, "there is no run"),
     ],
 )
@@ -190,3 +196,8 @@ def test_a_wrong_flag_is_exit_code_2(tmp_path):
     done = a3r(tmp_path, "research", "--seeds", "1", EXAMPLE)
     assert done.returncode == 2
     assert "--seeds" in done.stderr
+
+
+def test_an_event_may_say_of_what_kind_it_is(capsys):
+    JsonReporter().tell("stage", n=0, kind=StageKind.NOISE_FLOOR, arms=["a"], seeds=[1])
+    assert json.loads(capsys.readouterr().out)["kind"] == "noise_floor"

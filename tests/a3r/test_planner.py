@@ -99,6 +99,11 @@ REFUSED = [
     ("Does the group size change the final reward on tictactoe?", "without levels"),
     ("Does a group size of 1 learn tic-tac-toe faster than 8?", "out of range: it goes from 2 to 1024"),
     ("Does a group size of 4000 learn tic-tac-toe faster than 8?", "out of range"),
+    ("Does a group size of -4 learn tic-tac-toe faster than 8?", "size -4 is out of range"),
+    ("Does a group size of minus four learn tic-tac-toe faster than 8?", "size -4 is out of range"),
+    ("Does a learning rate of −0.001 learn tic-tac-toe faster than 0.002?", "rate -0.001 is out of range"),
+    ("Do microbatch tokens of 1e400 or 2048 change the final reward on tictactoe?", "inf is not a whole number"),
+    ("Does a group size of 8 learn tic-tac-toe faster than 4 with 1e400 seeds?", "inf seeds can't be run"),
     ("Does a group size of 2.5 learn tic-tac-toe faster than 8?", "not a whole number"),
     ("Does a learning rate of 0 learn tic-tac-toe faster than 1e-3?", "above 0, up to 1"),
     ("Does a group size of 4 or 8 with learning rate 1e-3 or 3e-3 learn tictactoe faster?", "varies"),
@@ -202,6 +207,15 @@ def test_the_command_line_has_the_last_word(plan_of):
     assert plan.controls.episodes == 8 * 64
     assert plan.num_looks == 1
     assert plan.level == pytest.approx(0.95)
+
+
+def test_more_seeds_than_the_command_line_takes_are_refused(plan_of):
+    with pytest.raises(QuestionError, match="100"):
+        plan_of("Does a group size of 8 learn tic-tac-toe faster than 4 with 1000000 seeds?")
+
+
+def test_a_level_to_reach_may_be_negative(catalogue):
+    assert read("Does a group size of 8 reach -0.2 on tictactoe in fewer episodes than 4?", catalogue).threshold == -0.2
 
 
 def test_a_level_that_fights_with_a_stated_number_of_episodes_is_refused(plan_of):

@@ -143,6 +143,9 @@ def test_the_home_is_given_or_set_or_here(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("A3R_HOME", str(tmp_path / "set"))
     assert default_url() == f"sqlite:///{tmp_path}/set/experiments.db"
     assert home_folder(tmp_path / "given") == tmp_path / "given"
+    monkeypatch.setenv("A3R_HOME", "~no-such-user/x")
+    with pytest.raises(UnavailableError, match="A3R_HOME"):
+        home_folder()
 
 
 def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:

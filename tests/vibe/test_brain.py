@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vibe.brain import NoTemplateError, OfflineBrain
+from vibe.errors import UsageError
 from vibe.spec import GameSpec
 
 ISSUE_SENTENCE = (
@@ -129,6 +130,8 @@ NUMBERS_USED_OR_NAMED = [
     ("Noughts and crosses, best of 9 games.", "9"),
     ("Nim with three heaps of stones; take as many stones as you like from one heap.", "three"),
     ("A pile of 500 stones, take one or two per turn, whoever takes the last stone wins.", "500"),
+    ("Nim with minus 20 stones", "minus 20"),
+    (f"Nim with 1{'0' * 400} stones", "0 stones"),
     ("A robot walks through a 30x30 grid with holes to the goal.", "30x30"),
     ("A frozen lake walk to the goal with holes and a penalty of 0.25 for every step.", "0.25"),
     ("Who is the spy for four players; each has 45 seconds to describe the word, then they vote.", "45"),
@@ -149,6 +152,16 @@ def test_a_number_out_of_range_is_not_bent_into_the_range() -> None:
     assert 40 not in spec.rules.values()
     assert "players" in note.reason
     assert any(character.isdigit() for character in note.reason.replace("40", "")), "the reason states the limits"
+
+
+def test_characters_that_steer_a_terminal_are_spaces() -> None:
+    (sentence,) = OfflineBrain().read("Nim\x1b with\x07 20\x9b stones").source_sentences
+    assert sentence == "Nim  with  20  stones"
+
+
+def test_a_description_in_another_encoding_is_refused() -> None:
+    with pytest.raises(UsageError, match="UTF-8"):
+        OfflineBrain().read("tic-tac-toe \udcff")
 
 
 def test_every_requirement_points_at_a_sentence_kept_word_for_word() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,37 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
     code, _, said = vibe(tmp_path, *words, "--run-dir", run_dir)
     assert code == 2
     assert "finished" in said
+
+
+@pytest.mark.slow
+def test_after_a_kill_the_same_command_goes_on(tmp_path: Path) -> None:
+    words = ["train", SENTENCE, "--updates", "2", *TINY, "--json", "--run-dir", str(tmp_path / "run")]
+    process = start(tmp_path, *words)
+    assert process.stdout
+    for line in process.stdout:
+        if json.loads(line)["event"] == "step":
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=60)
+    assert not psutil.wait_procs(children, timeout=60)[1]
+
+    code, _, said = vibe(tmp_path, *words)
+    assert code == 0, said
+    assert [job.state for job in rows(tmp_path, Job)] == [JobState.LOST, JobState.SUCCEEDED]
+    steps = [point.step for point in rows(tmp_path, MetricPoint) if point.name == "reward_mean"]
+    assert sorted(steps) == [1, 2]
+
+
+def test_a_second_command_in_a_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    words = ["train", SENTENCE, "--updates", "1", *TINY, "--json", "--run-dir", str(tmp_path / "run")]
+    first = start(tmp_path, *words)
+    while not (tmp_path / "run" / "command.lock").exists():
+        assert first.poll() is None
+        time.sleep(0.02)
+    code, _, said = vibe(tmp_path, *words)
+    assert code == 2
+    assert f"process {first.pid}" in said
+    first.communicate(timeout=180)
+    assert first.returncode == 0
+    assert [job.state for job in rows(tmp_path, Job)] == [JobState.SUCCEEDED]

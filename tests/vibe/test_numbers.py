@@ -21,6 +21,8 @@ from vibe import numbers
         ("1,000 rounds", (1000,)),
         ("a penalty of 0.25", (0.25,)),
         ("a reward of -1", (-1,)),
+        ("a reward of −2", (-2,)),
+        ("a reward of minus three", (-3,)),
         ("a 4x4 grid", (4, 4)),
         ("a 3 × 5 grid", (3, 5)),
         ("four by four cells", (4, 4)),
