@@ -23,8 +23,10 @@ test: $(VENV)/installed-dev
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not heavy and not gpu" $(TESTS)
 
-# What needs more than the core environment: agents in the frameworks that people use, in an environment of their own.
-test-heavy: $(FRAMEWORKS)/installed
+# What needs more than the core environment: a PostgreSQL server (Debian's package, installed where it is missing), and
+# agents in the frameworks that people use, in an environment of their own.
+test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed
+	OMP_NUM_THREADS=1 scripts/with_postgres $(BIN)/pytest -m heavy tests/experiments_db
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks
 
 check: $(VENV)/installed-dev

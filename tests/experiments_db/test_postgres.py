@@ -1,4 +1,4 @@
-"""What only PostgreSQL does its own way. The other tests run on it too: `A3R_TEST_POSTGRES=… pytest -m heavy`."""
+"""What only PostgreSQL does its own way. The other tests run on it too: `make test-heavy`."""
 
 from __future__ import annotations
 
