@@ -86,6 +86,9 @@ class _Runs:
             column.overflow = "ellipsis"
         if self.are_single:
             table.columns[2].max_width = max(8, options.max_width - WIDTH_OF_THE_REST - spark + 8)
+        else:
+            # An arm's name goes on in the next line, so that ids and numbers stay whole.
+            table.columns[1].no_wrap, table.columns[1].overflow = False, "fold"
         scales = _scales(self.context)
         for run in self.runs:
             low, high = scales.get(run.template, (0.0, 1.0))

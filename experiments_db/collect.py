@@ -193,6 +193,8 @@ class Collector:
                     if str(error) != str(self._trouble):
                         log.warning("%s (the collector tries again)", error)
                     self._trouble = error
+                if self._is_stopped:
+                    return  # the last write failed, and its error came in place of the cancellation
                 failures = 0 if self._stored_seq > before else failures + 1
                 await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
 

@@ -133,7 +133,7 @@ def serve(
         parsed = None if raw is None else EngineConfig.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"])) or "the whole"
         give_up(f"the config {config} is not valid: {where}: {first['msg']}", USAGE, as_json)
     options = ServeOptions(
         run_dir=run_dir or default_run_dir(),

@@ -64,7 +64,7 @@ class SamplerConfig(Frozen):
     """How replies are sampled."""
 
     backend: SamplerBackend = SamplerBackend.TORCH
-    max_running: int = Field(64, ge=1)
+    max_running: int = Field(64, ge=1, le=4096)
     """Requests decoded side by side; more wait their turn."""
     max_tokens: int = Field(512, ge=1)
     """Tokens of a reply where the request sets no limit; the context's rest bounds it too."""
@@ -120,7 +120,7 @@ class EngineConfig(Frozen):
     """An episode that runs longer than this ends as `timeout`, and its place in the group is given out again."""
     lease_s: float = Field(60.0, gt=0)
     """A client silent for this long about an episode has lost it; every call and heartbeat renews the lease."""
-    num_threads: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(None, ge=1, le=1024)
     """Threads of the worker; None takes one for a model too small to share, otherwise the cores that are there."""
     sampler: SamplerConfig = SamplerConfig()
     trainer: TrainerConfig = TrainerConfig()

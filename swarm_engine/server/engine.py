@@ -441,7 +441,7 @@ class Engine:
         loaded = self.loaded
         if policy != loaded.policy.name:
             raise NotFoundError(f"policy {policy!r} is not served here", f"this server has {loaded.policy.name!r}")
-        if not name or name.startswith(".") or Path(name).name != name:
+        if not name.isprintable() or name.startswith(".") or Path(name).name != name:
             raise BadRequestError(f"export name {name!r} is no plain folder name", "it becomes a folder under exports/")
         folder = self.run_dir / "exports" / name
         if folder.exists():

@@ -137,6 +137,23 @@ def test_a_folder_that_can_not_be_used_is_a_message_and_no_traceback(tmp_path: P
     assert "can't be used" in found.stderr
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_threads": 100_000}, "num_threads: Input should be less than or equal to 1024"),
+        ({"sampler": {"max_running": 10**9}}, "sampler.max_running: Input should be less than or equal to 4096"),
+        ([], "is not valid: the whole: Input should be"),
+    ],
+)
+def test_a_config_that_no_machine_bears_is_refused_in_words(tmp_path: Path, config: object, said: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    found = RUN.invoke(app, ["serve", "--start", "--config", str(file), "--run-dir", str(tmp_path / "run")])
+    assert found.exit_code == 2
+    assert said in found.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_serve_with_another_config_in_a_used_folder_is_a_message_and_no_traceback(tmp_path: Path) -> None:
     from conftest import serve_thread
 

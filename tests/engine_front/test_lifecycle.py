@@ -224,6 +224,8 @@ def test_checkpoints_come_every_so_many_updates_and_a_start_loads_the_last(servi
         assert (refused.value.status, refused.value.code) == (409, "export_exists")
         with pytest.raises(SwarmRequestError, match="no plain folder name"):
             client.export("policy", "../mine")
+        with pytest.raises(SwarmRequestError, match="no plain folder name"):
+            client.export("policy", "mine\0")
         play(client, "a", "b")
         wait_for_step(client, 4)
     check_journal(served.run_dir)

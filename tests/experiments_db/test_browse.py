@@ -91,6 +91,14 @@ def test_a_table_of_runs_fits_the_terminal_and_cuts_no_number(width: int) -> Non
     assert "Q69G5FAV" in text
 
 
+def test_a_long_name_of_an_arm_cuts_neither_ids_nor_numbers() -> None:
+    text = shown(runs_table([replace(RUN, arm="learning_rate=0.001_and_more")]), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "0.250 ±0.125  0.900 ±0.062" in text
+    assert "Q69G5FAV" in text
+    assert "…" not in text
+
+
 def test_without_runs_it_says_how_to_make_one() -> None:
     assert shown(runs_table([])).startswith("No runs yet. `vibe train")
 

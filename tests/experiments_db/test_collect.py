@@ -22,7 +22,7 @@ from experiments_db import collect as collect_module
 from experiments_db.collect import Collector
 from experiments_db.derive import Event, fault_of, json_safe, mark_of, number_of, score_of, store
 from experiments_db.engine import Database, open_database
-from experiments_db.errors import CollectorError, NotFoundError
+from experiments_db.errors import CollectorError, NotFoundError, UnavailableError
 from experiments_db.models import (
     Artifact,
     EngineEvent,
@@ -359,6 +359,26 @@ def test_what_was_received_is_written_when_it_is_stopped(swarm: Any, database: D
         # Long enough to arrive, too short for a batch to be due.
         time.sleep(0.1)
     assert collector.stored_seq == last
+
+
+def test_it_stops_where_the_disk_is_full(
+    swarm: Any, database: Database, experiment_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UnavailableError("the disk is full")
+
+    monkeypatch.setattr(collect_module, "RETRY_S", (0.0,))
+    collector = Collector(swarm.url, swarm.token, database.url, experiment_id)
+    thread = threading.Thread(target=collector.run, daemon=True)
+    thread.start()
+    collector.drain(1)
+    monkeypatch.setattr(collector, "_write", refuse)
+    swarm.tell("step", step=1, metrics={"loss": 0.0})
+    # Long enough to arrive, too short for a batch to be due.
+    time.sleep(0.1)
+    collector.stop()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("seed", range(6))
