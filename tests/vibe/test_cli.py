@@ -179,7 +179,9 @@ def test_a_second_command_in_a_folder_is_refused_and_the_first_goes_on(tmp_path:
     while not (tmp_path / "run" / "command.lock").exists():
         assert first.poll() is None
         time.sleep(0.02)
+    first.send_signal(signal.SIGSTOP)  # so that it can't end before the second one looks
     code, _, said = vibe(tmp_path, *words)
+    first.send_signal(signal.SIGCONT)
     assert code == 2
     assert f"process {first.pid}" in said
     first.communicate(timeout=180)

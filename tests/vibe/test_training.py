@@ -152,7 +152,9 @@ def kill_worker(process: subprocess.Popen[str]) -> None:
 def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(project: Path, tmp_path: Path) -> None:
     first = train(project, tmp_path / "run", "--updates", "2")
     until(first, lambda event: event["event"] == "evaluation")
+    first.send_signal(signal.SIGSTOP)  # so that it can't end before the second one looks
     code, _, said = finish(train(project, tmp_path / "run", "--updates", "2"))
+    first.send_signal(signal.SIGCONT)
     assert code == 2
     assert f"process {first.pid}" in said
     code, _, said = finish(first)
@@ -160,11 +162,11 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(project: Pa
 
 
 def test_going_on_with_other_settings_is_refused(project: Path, tmp_path: Path) -> None:
-    first = train(project, tmp_path / "run", "--updates", "2")
+    first = train(project, tmp_path / "run", "--updates", "1000")
     until(first, lambda event: event["event"] == "evaluation")
     first.send_signal(signal.SIGTERM)
     assert finish(first)[0] == 130
-    code, _, said = finish(train(project, tmp_path / "run", "--updates", "2", "--seed", "5"))
+    code, _, said = finish(train(project, tmp_path / "run", "--updates", "1000", "--seed", "5"))
     assert code == 2
     assert "config.seed" in said
 
