@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_serializer, field_validator
 
 from swarm_engine.config import EngineConfig
 from vibe import library
@@ -47,9 +47,14 @@ class ProjectSpec(GameSpec):
             raise ValueError("config.policies is made from start_weights; set that")
         return config
 
+    @field_serializer("config")
+    def _dump_config(self, config: EngineConfig) -> dict[str, Any]:
+        """Without the policy, which is not this config's to say."""
+        return config.model_dump(mode="json", exclude={"policies"})
+
     def to_json(self) -> str:
         """What spec.json holds."""
-        return self.model_dump_json(indent=2, exclude={"config": {"policies"}}) + "\n"
+        return self.model_dump_json(indent=2) + "\n"
 
     @classmethod
     def load(cls, project: Path) -> Self:
