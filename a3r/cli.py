@@ -167,7 +167,10 @@ def main() -> int:
         code = done.code if isinstance(done.code, int) else int(done.code is not None)
         for cause in _causes(done):
             if isinstance(cause, KeyboardInterrupt):  # while jobs ran there is a StoppedError
-                stopped = "stopped; no job was running. A study that was begun goes on with `a3r resume STUDY`"
+                stopped = (
+                    "stopped before this command watched a job. A study that was begun goes on with `a3r resume "
+                    "STUDY`, with the jobs that a killed command left running too"
+                )
                 return _give_up(stopped, code, as_json=as_json)
             if as_json and hasattr(cause, "format_message"):  # a wrong flag, which typer has said on standard error
                 _print_error(cause.format_message())

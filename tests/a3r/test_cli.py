@@ -155,7 +155,7 @@ def test_ctrl_c_is_explained(as_json):
     words = ["research", EXAMPLE, *(["--json"] if as_json else [])]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 130
-    assert done.stderr.startswith("error: stopped; no job was running.")
+    assert done.stderr.startswith("error: stopped before this command watched a job.")
     assert bool(done.stdout) is as_json
 
 
