@@ -39,12 +39,13 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import uvloop
 from endpoint_backend import REPLY_TEXT
+from rows import Row, write_rows
 
 from experiments_db.intervals import t_interval
 from swarm_engine.client import SwarmClient
@@ -66,21 +67,6 @@ BACKEND = Path(__file__).with_name("endpoint_backend.py")
 START_TIMEOUT_S = 120.0
 SYSTEM = {"role": "system", "content": "You play a game on a board of three by three cells. " * 4}
 MOVES = "The board is X O . . X . . . O and it is your turn, number {}. Answer with the number of a free cell."
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One number of the record."""
-
-    case: str
-    metric: str
-    value: float
-    unit: str
-    ci_low: float | None
-    ci_high: float | None
-    n: int
-    """Rounds."""
-    quick: bool
 
 
 class Connection:
@@ -487,7 +473,7 @@ def main() -> int:
     for row in rows:
         print(show(row))
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        write_rows(rows, args.json)
     if not args.quick:
         for is_kept, text in promises(rows):
             print("kept  " if is_kept else "MISSED", text)

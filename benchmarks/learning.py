@@ -19,11 +19,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from rows import Row, write_rows
 
 from experiments_db.intervals import Interval, t_interval
 from swarm_engine.models import resolve
@@ -43,21 +44,6 @@ NOWHERE = Path("no-model-root")
 
 class TrainingError(Exception):
     """A training of the benchmark did not come to its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One number of the record."""
-
-    case: str
-    metric: str
-    value: float
-    unit: str
-    ci_low: float | None
-    ci_high: float | None
-    n: int
-    """What the interval is over: held-out games or seeds."""
-    quick: bool
 
 
 def interval_of(event: dict[str, Any]) -> Interval:
@@ -262,7 +248,7 @@ def main() -> int:
                     failures.append(str(error))
                     print(f"FAILED {error}", flush=True)
                 if args.json:
-                    args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+                    write_rows(rows, args.json)
     if not args.quick and not failures:
         for is_kept, text in promises(rows, games):
             print("kept  " if is_kept else "MISSED", text)

@@ -128,10 +128,7 @@ class ChatWriter:
 
     def end(self) -> bytes:
         """The usage, where it was asked for, and the end of the stream."""
-        if not self._request.has_usage_event:
-            return writing.DONE
-        counted = {**self._head, "choices": [], "usage": writing.openai_usage(self._ask)}
-        return writing.event(counted) + writing.DONE
+        return writing.openai_end(self._ask, self._head, has_usage=self._request.has_usage_event)
 
     def fail(self, error: SwarmEngineError) -> bytes:
         """The error, as the SDK raises it."""

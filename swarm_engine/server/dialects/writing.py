@@ -59,6 +59,13 @@ def openai_usage(ask: RunningAsk) -> dict[str, Any]:
     }
 
 
+def openai_end(ask: RunningAsk, head: Mapping[str, Any], *, has_usage: bool) -> bytes:
+    """The last events of a stream: the usage, where it was asked for, and the end."""
+    if not has_usage:
+        return DONE
+    return event({**head, "choices": [], "usage": openai_usage(ask)}) + DONE
+
+
 def openai_finish(call: RunningCall) -> str:
     """Why a choice ended."""
     if call.finish_reason is FinishReason.LENGTH:
