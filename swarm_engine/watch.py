@@ -90,7 +90,10 @@ def step_table(steps: Sequence[Event]) -> Table:
     """The last updates, one a row."""
     from rich.table import Table
 
-    table = Table("step", "seconds", *METRICS)
+    table = Table()
+    for name in ("step", "seconds", *METRICS):
+        # Folded where the terminal is narrow: a number without its exponent would be another number.
+        table.add_column(name, overflow="fold", justify="right")
     for event in steps:
         metrics = event.payload["metrics"]
         numbers = [metrics.get(name) for name in METRICS]

@@ -182,3 +182,19 @@ def test_every_folder_that_serve_makes_is_its_owners_alone(tmp_path: Path) -> No
     with serve_thread(tmp_path / "home" / "swarm", worker=("never started",)):
         modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "home", tmp_path / "home" / "swarm")]
     assert modes == [0o700, 0o700]
+
+
+def test_a_narrow_terminal_shows_every_number_with_its_exponent() -> None:
+    from rich.console import Console
+
+    from swarm_engine.client import Event
+    from swarm_engine.watch import METRICS, step_table
+
+    payload = {"step": 1, "seconds": 1.25, "metrics": dict.fromkeys(METRICS, -6.147e-09)}
+    with (console := Console(width=60, color_system=None)).capture() as capture:
+        console.print(step_table([Event(1, 0.0, "step", payload)]))
+    shown = capture.get()
+    assert "…" not in shown
+    columns = zip(*(line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")), strict=True)
+    joined = ["".join(cell.strip() for cell in column) for column in columns]
+    assert joined == ["1", "1.25", *["-6.147e-09"] * len(METRICS)]
