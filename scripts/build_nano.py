@@ -1,6 +1,6 @@
 """Build the embedded model: tokenizer, chat template, config, and start weights for every built-in game.
 
-    python scripts/build_nano.py                    all of it, about 25 minutes on 2 cores
+    python scripts/build_nano.py                    all of it, about 10 minutes on 2 cores
     python scripts/build_nano.py --games spy        one game's weights again, on the tokenizer that is there
 
 Everything comes from the games' own engines and the seeds below, so building twice on one machine gives the same
