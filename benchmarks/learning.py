@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from project_runs import Trained, TrainingError, interval_of, train
 from rows import Row, write_rows
 
 from experiments_db.intervals import Interval, t_interval
@@ -31,8 +27,7 @@ from swarm_engine.models import resolve
 from swarm_engine.models.loading import load_policy, save_policy
 from swarm_engine.trainer.cloning import Recipe, Sample, clone, encode
 from vibe import library, render, warmup
-from vibe.project import RESULTS_FILE, ProjectSpec, Training, game_of, project_for
-from vibe.runtime import MODELS
+from vibe.project import ProjectSpec, Training, game_of, project_for
 
 GAMES = ("tictactoe", "spy")
 NUM_SEEDS = 3
@@ -42,41 +37,11 @@ NOWHERE = Path("no-model-root")
 """Shipped weights need none."""
 
 
-class TrainingError(Exception):
-    """A training of the benchmark did not come to its end."""
-
-
-def interval_of(event: dict[str, Any]) -> Interval:
-    """The mean and interval of an evaluation or a level."""
-    low, high = event["ci"]
-    return Interval(event["mean"], low, high, event["n_groups"])
-
-
 def over_seeds(values: Sequence[float]) -> Interval:
     """The mean of one value a seed."""
     interval = t_interval(values)
     assert interval, "there is at least one seed"
     return interval
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """What one training came to."""
-
-    results: dict[str, Any]
-    wall_s: float
-    """From the start of the program to its end, servers and evaluations included."""
-
-    def level(self, label: str, temperature: int) -> Interval:
-        """Held-out reward, over games."""
-        for event in self.results["evaluations"]:
-            if (event["label"], event["temperature"]) == (label, temperature):
-                return interval_of(event)
-        raise KeyError(f"no evaluation {label!r} at temperature {temperature}")
-
-    def rise(self, temperature: int) -> float:
-        """After minus before."""
-        return self.level("after", temperature).mean - self.level("before", temperature).mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +64,7 @@ class Bench:
 
     def train(self, project: Path, name: str, seed: int, *flags: str, models: Path | None = None) -> Trained:
         """Run a project's train.py to its end."""
-        run_dir = self.folder / f"run-{name}-{seed}"
-        if models:
-            shutil.copytree(models, run_dir / MODELS)
-        started = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, project / "train.py", "--run-dir", run_dir, "--seed", str(seed), "--json", *flags],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if done.returncode != 0:
-            raise TrainingError(f"{name}, seed {seed}, ended with code {done.returncode}: {done.stderr.strip()}")
-        results = json.loads((run_dir / RESULTS_FILE).read_text(encoding="utf-8"))
-        return Trained(results, time.monotonic() - started)
+        return train(project, self.folder / f"run-{name}-{seed}", seed, *flags, models=models)
 
     def row(self, case: str, metric: str, value: float | Interval, unit: str = "reward", n: int = 1) -> Row:
         """A number, or a mean with its interval, as a row."""
