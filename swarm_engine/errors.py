@@ -12,6 +12,7 @@ SwarmEngineError
 ├── EpisodeLostError           410  the episode is gone; claim its task again
 ├── WrongHostError             421  the Host header names another server
 ├── InvalidError               422  well-formed, but a value makes no sense
+├── InternalError              500  a fault of the server's own
 ├── EngineUnavailableError     503  the engine is off, failed or going down
 ├── JournalError               507  the journal can't be written, so nothing can be promised
 ├── TokenizerError                  a tokenizer or chat template this engine can't be faithful to
@@ -116,6 +117,13 @@ class InvalidError(SwarmEngineError):
 
     status = 422
     code = "invalid"
+
+
+class InternalError(SwarmEngineError):
+    """A fault of the server's own. What it was stands in the server's log and is nothing that a caller should see."""
+
+    def __init__(self) -> None:
+        super().__init__("the server failed to answer this request", "its log says how; it is a bug, please report it")
 
 
 class EngineUnavailableError(SwarmEngineError):

@@ -12,7 +12,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from swarm_engine.config import EngineConfig, Merge
-from swarm_engine.errors import InvalidError, NotFoundError, SwarmEngineError, UnsupportedError, WrongHostError
+from swarm_engine.errors import (
+    InternalError,
+    InvalidError,
+    NotFoundError,
+    SwarmEngineError,
+    UnsupportedError,
+    WrongHostError,
+)
 from swarm_engine.server.auth import HostCheck, Role, Tokens
 from swarm_engine.server.engine import Engine, engine_version
 from swarm_engine.server.episodes import ClaimRequest, LiveEpisode, Script
@@ -75,6 +82,10 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
     @app.exception_handler(SwarmEngineError)
     async def on_error(_: Request, error: SwarmEngineError) -> JSONResponse:
         return answer(error)
+
+    @app.exception_handler(Exception)
+    async def on_fault(_: Request, __: Exception) -> JSONResponse:
+        return answer(InternalError())
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:

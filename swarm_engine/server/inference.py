@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from urllib.parse import unquote
 from swarm_engine.errors import (
     BadRequestError,
     EpisodeLostError,
+    InternalError,
     MethodNotAllowedError,
     NotFoundError,
     SwarmEngineError,
@@ -43,6 +45,8 @@ STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cac
 MODELS = "models"
 COUNT = "messages/count_tokens"
 ROUTES = (*DIALECTS, COUNT, MODELS)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,10 @@ class InferenceApp:
                 )
         except SwarmEngineError as error:
             await send_json(send, error.status, error_body(error))
+        except Exception:
+            log.exception("%s %s could not be answered", scope["method"], scope["path"])
+            fault = InternalError()
+            await send_json(send, fault.status, error_body(fault))
 
     def _authorize(self, target: Target, headers: Sequence[tuple[bytes, bytes]]) -> LiveEpisode:
         episode = self._engine.roster.find(target.episode_id)
@@ -198,6 +206,10 @@ class InferenceApp:
                     return
         except SwarmEngineError as error:
             await send_bytes(send, pending + writer.fail(error), is_last=True)
+            return
+        except Exception:
+            log.exception("the reply to ask %s could not be streamed to its end", ask.call_id)
+            await send_bytes(send, pending + writer.fail(InternalError()), is_last=True)
             return
         await send_bytes(send, writer.end(), is_last=True)
 

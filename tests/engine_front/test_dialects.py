@@ -19,7 +19,7 @@ from conftest import SMALL, Served, serve_thread
 from llguidance import LLMatcher
 from tiny_tokenizer import END_ID, START_ID, THINK_ID, ids
 
-from swarm_engine.client import SyncEpisode
+from swarm_engine.client import SwarmRequestError, SyncEpisode
 from swarm_engine.types import Mode
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -1081,3 +1081,36 @@ def test_content_that_is_null_empty_or_missing_beside_calls_is_the_same_prompt(p
         text = bytes(one for one in prompt if one < 256).decode()
         assert "None" not in text
         assert '"name": "lookup"' in text
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise KeyError("a fault of our own")
+
+
+def test_a_fault_of_the_server_has_each_apis_shape_and_says_nothing_of_its_inside(
+    engine: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with episode(engine) as claimed:
+        monkeypatch.setattr("swarm_engine.tracker.tracker.EpisodeTracker.begin", broken)
+        with sdk(claimed) as api, pytest.raises(openai.InternalServerError, match="failed to answer") as theirs:
+            api.chat.completions.create(model="policy", messages=HI)
+        with claude(claimed) as other, pytest.raises(anthropic.InternalServerError, match="failed to answer") as own:
+            other.messages.create(model="policy", max_tokens=8, messages=HI)
+    assert theirs.value.type == "server_error"
+    assert isinstance(own.value.body, dict)
+    assert own.value.body["error"]["type"] == "api_error"
+    assert "a fault of our own" not in f"{theirs.value} {own.value}"
+    monkeypatch.setattr("swarm_engine.server.roster.Roster.claim", broken)
+    with engine.client() as client, pytest.raises(SwarmRequestError, match="failed to answer"):
+        client.episode("dialects", mode=Mode.EVAL)
+
+
+def test_a_fault_in_the_middle_of_a_stream_ends_it_with_an_error_event(
+    engine: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with episode(engine) as claimed:
+        monkeypatch.setattr("swarm_engine.server.episodes.RunningCall.news", broken)
+        with sdk(claimed) as api, pytest.raises(openai.APIError, match="failed to answer"):
+            list(api.chat.completions.create(model="policy", messages=HI, stream=True))
+        with claude(claimed) as other, pytest.raises(anthropic.APIStatusError, match="failed to answer"):
+            list(other.messages.create(model="policy", max_tokens=8, messages=HI, stream=True))
