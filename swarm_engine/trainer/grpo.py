@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from swarm_engine.trainer.adamw import AdamW, AdamWConfig
 from swarm_engine.trainer.loss import kl_penalty, policy_loss
 from swarm_engine.trainer.samples import Drop, Sample, count_drops, make_samples, token_weight
 from swarm_engine.trainer.scoring import Row, plan_microbatches, score
-from swarm_engine.types import BatchRecord, Episode, FinishReason, Timeline
+from swarm_engine.types import BatchRecord, Episode, FinishReason, Timeline, Untrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +181,18 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode]) -> dic
     deviations = [] if reward_mean is None else [(reward - reward_mean) ** 2 for reward in rewards]
     variance = mean(math.fsum(deviations), len(deviations))
     flat = {(sample.group_id, sample.agent) for sample in samples if sample.drop is Drop.ZERO_VARIANCE}
-    calls = [call for episode in episodes for call in episode.calls if call.untrained_because is None]
+    calls = [call for episode in episodes for call in episode.calls]
+    trained = [call for call in calls if call.untrained_because is None]
+    untrained = Counter(call.untrained_because for call in calls)
     num_merged = sum(len(timeline.tokens) for sample in counted for timeline in sample.timelines)
     return {
         "reward_mean": reward_mean,
         "reward_std": None if variance is None else math.sqrt(variance),
         "zero_variance_groups": float(len(flat)),
         "num_trained_tokens": float(sum(sample.num_trained for sample in counted)),
-        "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in calls), len(calls)),
+        "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in trained), len(trained)),
         "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged),
+        **{f"{reason}_calls": float(untrained[reason]) for reason in Untrained},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from swarm_engine.trainer.grpo import GrpoTrainer, trained_row
 from swarm_engine.trainer.loss import entropy, kl_penalty, policy_loss
 from swarm_engine.trainer.samples import Drop, Sample, count_drops, make_samples
 from swarm_engine.trainer.scoring import Row, plan_microbatches, score
-from swarm_engine.types import BatchRecord, Episode, FinishReason, Outcome
+from swarm_engine.types import BatchRecord, Episode, FinishReason, Outcome, Untrained
 
 rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=1, max_size=16)
 
@@ -382,6 +383,15 @@ def test_a_batch_with_nothing_to_train_is_skipped_and_its_metrics_are_null(
     assert metrics["skipped"] == 1
     for name in ("loss", "grad_norm", "entropy", "kl_sampling", "ratio_max", "reward_mean", "merge_ratio"):
         assert metrics[name] is None, name
+
+
+def test_calls_that_are_not_trained_are_counted_by_reason(tiny: LoadedPolicy) -> None:
+    forced = replace(call([5], [7]), untrained_because=Untrained.CONSTRAINED)
+    batch = [episode("a", [call([5], [7]), forced], 0.0), episode("b", [forced, call([5], [8])], 1.0)]
+    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), batch).metrics
+    assert metrics["constrained_calls"] == 2
+    assert [metrics[f"{reason}_calls"] for reason in ("greedy", "cancelled", "unused_retry")] == [0, 0, 0]
+    assert metrics["num_trained_tokens"] == 2
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_visibly(tiny: LoadedPolicy) -> None:
