@@ -32,6 +32,9 @@ class Merge(StrEnum):
 
     NONE = "none"
     TOKEN = "token"
+    """Within an episode, a context goes into the latest later one that continues it."""
+    TREE = "tree"
+    """Over the whole batch, what contexts share is computed once."""
 
 
 class Aggregation(StrEnum):

@@ -17,7 +17,7 @@ from swarm_engine.types import Timeline
 def merge(timelines: Sequence[Timeline], how: Merge) -> tuple[Timeline, ...]:
     """Fold the timelines of one episode, in order of their calls; what is kept stays in that order."""
     match how:
-        case Merge.NONE:
+        case Merge.NONE | Merge.TREE:  # a tree is laid over the batch: see `merger.trie`
             return tuple(timelines)
         case Merge.TOKEN:
             return merge_by_token(timelines)

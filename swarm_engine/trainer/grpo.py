@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from swarm_engine.config import TrainerConfig
 from swarm_engine.models.decoder import Decoder
@@ -22,7 +23,8 @@ from swarm_engine.protocol import Updated
 from swarm_engine.trainer.adamw import AdamW, AdamWConfig
 from swarm_engine.trainer.loss import kl_penalty, policy_loss
 from swarm_engine.trainer.samples import Drop, Sample, count_drops, make_samples, token_weight
-from swarm_engine.trainer.scoring import Row, plan_microbatches, score
+from swarm_engine.trainer.scoring import Row, Scores
+from swarm_engine.trainer.units import Unit, plan_units
 from swarm_engine.types import BatchRecord, Episode, FinishReason, Timeline, Untrained
 
 
@@ -119,16 +121,19 @@ class GrpoTrainer:
         return rows
 
     def accumulate_gradient(self, rows: Sequence[TrainedRow]) -> Sums:
-        """Add the gradient of the batch's loss to the parameters, micro-batch by micro-batch."""
+        """Add the gradient of the batch's loss to the parameters, unit by unit."""
         sums = Sums()
-        for places in plan_microbatches([row.row.num_computed for row in rows], self.config.microbatch_tokens):
-            self._add_microbatch([rows[place] for place in places], sums)
+        has_entropy = self.config.entropy_weight > 0
+        for unit in plan_units([row.row for row in rows], self.config.merge, self.config.microbatch_tokens):
+            some = [rows[place] for place in unit.places]
+            scored = unit.score(self.model, entropy_has_gradient=has_entropy)
+            scored.backward(self._loss(some, unit, scored.scores, sums))
+            sums.num_computed += unit.num_computed
         return sums
 
-    def _add_microbatch(self, rows: Sequence[TrainedRow], sums: Sums) -> None:
+    def _loss(self, rows: Sequence[TrainedRow], unit: Unit, scores: Scores, sums: Sums) -> Tensor:
+        """The loss of some rows, their share of the batch's; what can be said of them goes into `sums`."""
         config = self.config
-        inputs = [row.row for row in rows]
-        scores = score(self.model, inputs, entropy_has_gradient=config.entropy_weight > 0)
         policy_N = scores.logprobs_N
         counts = torch.tensor([len(row.row.targets) for row in rows])
         sampling_N = policy_N.new_tensor([logprob for row in rows for logprob in row.sampling_logprobs])
@@ -145,13 +150,12 @@ class GrpoTrainer:
         loss = terms.loss
         if self.reference is not None:
             with torch.no_grad():
-                reference_N = score(self.reference, inputs).logprobs_N
+                reference_N = unit.score(self.reference).scores.logprobs_N
             penalty_N = kl_penalty(policy_N, reference_N)
             loss = loss + config.kl_weight * (weights_N * penalty_N).sum()
             sums.kl_reference += float(penalty_N.detach().double().sum())
         if config.entropy_weight > 0:
             loss = loss - config.entropy_weight * (weights_N * scores.entropies_N).sum()
-        torch.autograd.backward(loss)
         sums.loss += float(loss.detach())
         sums.entropy += float(scores.entropies_N.detach().double().sum())
         # KL(sampling || policy), whose tokens these are, so policy and sampling change places.
@@ -159,7 +163,7 @@ class GrpoTrainer:
         sums.ratio_max = max(sums.ratio_max, float(terms.ratio_N.max()))
         sums.num_clipped += int(terms.is_clipped_N.sum())
         sums.num_scored += len(policy_N)
-        sums.num_computed += sum(row.num_computed for row in inputs)
+        return loss
 
 
 def trained_row(timeline: Timeline, advantage: float, weight: float) -> TrainedRow:

@@ -1,0 +1,160 @@
+"""Many sequences as one: a prefix trie in depth-first order, in which every shared prefix stands once.
+
+Sorted as bytes, sequences with a common prefix are neighbours, and what each adds to the one before it is the trie in
+depth-first order: no node objects, no hashing, time and memory linear in the tokens (measured beside hashing and radix
+sorting: research notes give 40 million tokens a second on one core).
+
+Axis U: the tokens of the trie. A token sees its ancestors and itself, and since descendants follow their ancestor
+without a gap, place `t` sees place `j` exactly if `j <= t < ends_U[j]`: one number per token is the attention mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+CHUNKED_COST = 1.5
+"""What chunks cost beside one pass, as a factor: each token goes forward twice. Measured at 1.4 to 1.6."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A run of tokens that no sequence leaves or ends a branch in: places `start` to `stop`."""
+
+    start: int
+    stop: int
+    end: int
+    """Place behind the last descendant; `stop` for a leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trie:
+    """The distinct prefixes of some sequences."""
+
+    tokens_U: Ints
+    depths_U: Ints
+    """Place of each token in its sequences, from 0: its position for the model."""
+    parents_U: Ints
+    """Place of the token before it; -1 for the first of a sequence."""
+    ends_U: Ints
+    """Place behind the last descendant of each token."""
+    places: tuple[Ints, ...]
+    """Of each sequence, in the order they were given: where its tokens are."""
+    nodes: tuple[Node, ...]
+    """In order of their places; together they hold every token."""
+
+    def __len__(self) -> int:
+        return len(self.tokens_U)
+
+
+def build_trie(sequences: Sequence[Ints]) -> Trie:
+    """The trie of some sequences of token ids; empty ones and duplicates are allowed."""
+    order, shared = _sorted_with_shared(sequences)
+    lengths = np.array([len(sequences[index]) for index in order], np.int64)
+    starts = np.concatenate(([0], np.cumsum(lengths - shared)))
+    num_places = int(starts[-1])
+    tokens_U, depths_U = np.empty(num_places, np.int32), np.empty(num_places, np.int32)
+    parents_U = np.arange(-1, num_places - 1, dtype=np.int32)
+    places: list[Ints] = [np.empty(0, np.int32)] * len(sequences)
+    before = np.empty(0, np.int32)
+    for rank, index in enumerate(order):
+        start, stop, depth = int(starts[rank]), int(starts[rank + 1]), int(shared[rank])
+        tokens_U[start:stop] = sequences[index][depth:]
+        depths_U[start:stop] = np.arange(depth, depth + stop - start, dtype=np.int32)
+        if stop > start:
+            parents_U[start] = before[depth - 1] if depth else -1
+        before = np.concatenate((before[:depth], np.arange(start, stop, dtype=np.int32)))
+        places[index] = before
+    nodes = _nodes(starts, shared, lengths)
+    ends_U = np.repeat(np.array([node.end for node in nodes], np.int32), [node.stop - node.start for node in nodes])
+    return Trie(tokens_U, depths_U, parents_U, ends_U, tuple(places), nodes)
+
+
+def count_places(sequences: Sequence[Ints]) -> int:
+    """Tokens that their trie would have."""
+    order, shared = _sorted_with_shared(sequences)
+    return sum(len(sequences[index]) for index in order) - int(shared.sum())
+
+
+def plan_trees(sequences: Sequence[Ints], max_places: int) -> list[list[int]]:
+    """Which sequences to compute together, in tries of at most `max_places` where that costs little.
+
+    Neighbours in depth-first order share most. A cut between two computes what they share twice; where that comes to
+    more than `CHUNKED_COST` times the trie of all, as with a wide group on a long prompt, they stay in one, as does a
+    sequence that is too long by itself; whoever computes them has to do so in chunks.
+    """
+    order, shared = _sorted_with_shared(sequences)
+    trees: list[list[int]] = []
+    room = num_planned = num_unique = 0
+    for index, num_shared_before in zip(order, shared.tolist(), strict=True):
+        length = len(sequences[index])
+        num_unique += length - num_shared_before
+        if trees and length - num_shared_before <= room:
+            trees[-1].append(index)
+            num_new = length - num_shared_before
+            room -= num_new
+        else:
+            trees.append([index])
+            num_new = length
+            room = max_places - length
+        num_planned += num_new
+    return trees if num_planned <= CHUNKED_COST * num_unique else [order]
+
+
+def _sorted_with_shared(sequences: Sequence[Ints]) -> tuple[list[int], NDArray[np.int64]]:
+    """The order of the sequences, and how many tokens each shares with the one before it."""
+    keys = [np.ascontiguousarray(sequence, ">u4").tobytes() for sequence in sequences]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    shared = np.zeros(len(order), np.int64)
+    for rank in range(1, len(order)):
+        shared[rank] = num_shared(sequences[order[rank - 1]], sequences[order[rank]])
+    return order, shared
+
+
+def num_shared(one: Ints, other: Ints) -> int:
+    """Length of the common prefix."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _nodes(starts: NDArray[np.int64], shared: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[Node, ...]:
+    """The maximal runs, from where each sorted sequence leaves the one before it."""
+    nodes: list[Node] = []
+    # The path to the newest token: first place and first depth of each run, whose tokens go on to the next one's depth.
+    path: list[tuple[int, int]] = []
+    depth = 0  # of the path's end
+    for rank in range(len(lengths)):
+        start, leaves_at = int(starts[rank]), int(shared[rank])
+        has_left = leaves_at < depth
+        while path and path[-1][1] >= leaves_at:
+            first, first_depth = path.pop()
+            nodes.append(Node(first, first + depth - first_depth, start))
+            depth = first_depth
+        if path and leaves_at < depth:
+            first, first_depth = path[-1]
+            nodes.append(Node(first + leaves_at - first_depth, first + depth - first_depth, start))
+            depth = leaves_at
+        # A sequence that only goes on lengthens the run, unless another one has branched off there.
+        if int(lengths[rank]) > leaves_at:
+            if has_left or not path or not _is_end(path[-1], depth, start):
+                path.append((start, leaves_at))
+            depth = int(lengths[rank])
+    total = int(starts[-1])
+    while path:
+        first, first_depth = path.pop()
+        nodes.append(Node(first, first + depth - first_depth, total))
+        depth = first_depth
+    return tuple(sorted(nodes, key=lambda node: node.start))
+
+
+def _is_end(run: tuple[int, int], depth: int, start: int) -> bool:
+    """Whether a run's last token lies right before `start`."""
+    first, first_depth = run
+    return first + depth - first_depth == start
