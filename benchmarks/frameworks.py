@@ -45,9 +45,9 @@ QUIET = "inject_runtime_state=False"
 NUM_SEEDS = 5
 MARGIN, LEVEL = 0.10, 0.05
 """Of reward, which spans 1.5; and of the equivalence test, whose interval is the 90% one."""
-TRAINING = Training(updates=20, eval_every=20, eval_games=150)
-QUICK_TRAINING = Training(updates=2, eval_every=2, eval_games=8)
-SETTINGS = ("--set", "lockstep=true", "--set", "trainer.learning_rate=0.003")
+TRAINING = Training(updates=24, eval_every=24, eval_games=100)
+QUICK_TRAINING = Training(updates=1, eval_every=1, eval_games=2)
+SETTINGS = ("--set", "lockstep=true", "--set", "trainer.tasks_per_update=4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def cases() -> Iterator[Case]:
         yield Case(name, (WORKFLOWS / f"{name}.py").read_text(encoding="utf-8"))
     quiet = (WORKFLOWS / "with_agentscope.py").read_text(encoding="utf-8")
     assert quiet.count(QUIET) == 1, "the example says that it wants no time"
-    yield Case("with_agentscope, told the time", quiet.replace(QUIET, QUIET.replace("False", "True")))
+    yield Case("with_agentscope_and_the_time", quiet.replace(QUIET, QUIET.replace("False", "True")))
 
 
 @dataclass(frozen=True, slots=True)

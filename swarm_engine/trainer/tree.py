@@ -125,5 +125,5 @@ def _hidden(model: Decoder, trie: Trie, start: int, stop: int, memory: Memory | 
     """Hidden states of some places, shape (T, C)."""
     tokens = torch.from_numpy(trie.tokens_U[start:stop].astype(np.int64))
     depths = torch.from_numpy(trie.depths_U[start:stop].astype(np.int64))
-    attend = TreeAttention(trie.nodes, start, stop, memory)
+    attend = TreeAttention(trie, start, stop, memory)
     return model.hidden(tokens.unsqueeze(0), depths, attend).squeeze(0)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm_engine.merger.trie import Node
+from swarm_engine.merger.trie import Node, Trie
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,14 @@ class Piece:
     k_start: int
     k_stop: int
     is_causal: bool
+    is_windowed: bool = False
+    """Whether some of the keys are too far from some of the queries."""
 
 
 def pieces_of(nodes: Sequence[Node], start: int, stop: int) -> Iterator[Piece]:
     """What the queries at places `start` to `stop` attend to; causal pieces first, one for every query."""
     inside = [node for node in nodes if node.start < stop and start < node.end]
-    for node in inside:
-        first, last = max(node.start, start), min(node.stop, stop)
-        if first < last:
-            yield Piece(first, last, first, last, is_causal=True)
+    yield from _causal_pieces(inside, start, stop)
     for node in inside:
         first, last = max(node.start, start), min(node.stop, stop)
         if node.start < first < last:  # a run that was cut: what lies before the cut
@@ -49,6 +48,44 @@ def pieces_of(nodes: Sequence[Node], start: int, stop: int) -> Iterator[Piece]:
         below, behind = max(node.stop, start), min(node.end, stop)
         if below < behind:
             yield Piece(below, behind, node.start, node.stop, is_causal=False)
+
+
+def windowed_pieces_of(trie: Trie, window: int, start: int, stop: int) -> Iterator[Piece]:
+    """The same where a token sees the last `window` tokens of its own path alone, itself included.
+
+    The window counts along a path, so it is by depth and never by place. Runs are cut to the window's length; two of
+    them are then near enough, out of reach, or have to be masked.
+    """
+    runs = [run for node in trie.nodes for run in _cut(node, window)]
+    yield from _causal_pieces(runs, start, stop)
+    above: list[Node] = []
+    for run in runs:
+        while above and above[-1].end <= run.start:
+            above.pop()
+        first, last = max(run.start, start), min(run.stop, stop)
+        if first < last:
+            if run.start < first:
+                yield Piece(first, last, run.start, first, is_causal=False)
+            nearest, farthest = int(trie.depths_U[first]), int(trie.depths_U[last - 1])
+            for ancestor in reversed(above):
+                if nearest - int(trie.depths_U[ancestor.stop - 1]) >= window:
+                    break
+                is_windowed = farthest - int(trie.depths_U[ancestor.start]) >= window
+                yield Piece(first, last, ancestor.start, ancestor.stop, is_causal=False, is_windowed=is_windowed)
+        above.append(run)
+
+
+def _causal_pieces(runs: Sequence[Node], start: int, stop: int) -> Iterator[Piece]:
+    for run in runs:
+        first, last = max(run.start, start), min(run.stop, stop)
+        if first < last:
+            yield Piece(first, last, first, last, is_causal=True)
+
+
+def _cut(node: Node, length: int) -> Iterator[Node]:
+    """A run in runs of at most `length` tokens."""
+    for start in range(node.start, node.stop, length):
+        yield Node(start, min(start + length, node.stop), node.end)
 
 
 @dataclass(slots=True)
@@ -84,29 +121,72 @@ class Memory:
 
 
 class TreeAttention:
-    """How the layers of a decoder attend on the places `start` to `stop` of a tree; a `models.decoder.Attend`."""
+    """How the layers of a decoder attend on the places `start` to `stop` of a trie; a `models.decoder.Attend`."""
 
-    def __init__(self, nodes: Sequence[Node], start: int, stop: int, memory: Memory | None = None) -> None:
-        self._pieces = tuple(pieces_of(nodes, start, stop))
-        self._start, self._stop = start, stop
+    def __init__(self, trie: Trie, start: int = 0, stop: int | None = None, memory: Memory | None = None) -> None:
+        """`memory` is None where the places are the whole trie."""
+        self._trie = trie
+        self._start, self._stop = start, len(trie) if stop is None else stop
         self._memory = memory
-        """None where the places are the whole tree."""
+        self._depths_U = torch.from_numpy(trie.depths_U)
+        self._pieces: dict[int | None, tuple[Piece, ...]] = {}
+        """By window; layers of one model may have different ones."""
 
     def __call__(
-        self, layer: int, q_B_H_T_D: Tensor, k_B_K_T_D: Tensor, v_B_K_T_D: Tensor, scale: float | None = None
+        self,
+        layer: int,
+        q_B_H_T_D: Tensor,
+        k_B_K_T_D: Tensor,
+        v_B_K_T_D: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
     ) -> Tensor:
-        """The attended values, shape (1, H, T, D)."""
-        if self._memory is None:
-            kept = None
-        else:
+        """The attended values, shape (1, H, T, D).
+
+        Args:
+            scale: of the products; None for one over the root of D.
+            window: tokens of its path that a token sees, itself included; None for all.
+        """
+        kept = None
+        if self._memory is not None:
             kept = self._memory.layer(layer, k_B_K_T_D)
             with torch.no_grad():
                 kept.k[:, :, self._start : self._stop] = k_B_K_T_D
                 kept.v[:, :, self._start : self._stop] = v_B_K_T_D
+        tables = _Tables(self._pieces_within(window), self._start, self._depths_U, window)
         out: Tensor = _Attended.apply(  # type: ignore[no-untyped-call]
-            q_B_H_T_D, k_B_K_T_D, v_B_K_T_D, self._pieces, self._start, kept, scale
+            q_B_H_T_D, k_B_K_T_D, v_B_K_T_D, tables, kept, scale
         )
         return out
+
+    def _pieces_within(self, window: int | None) -> tuple[Piece, ...]:
+        if window not in self._pieces:
+            if window is None:
+                pieces = pieces_of(self._trie.nodes, self._start, self._stop)
+            else:
+                pieces = windowed_pieces_of(self._trie, window, self._start, self._stop)
+            self._pieces[window] = tuple(pieces)
+        return self._pieces[window]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What a layer's attention looks up."""
+
+    pieces: tuple[Piece, ...]
+    start: int
+    """Place of the first query."""
+    depths_U: Tensor
+    window: int | None
+
+    def mask(self, piece: Piece, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the products of a piece, shape (1, 1, queries, keys); None for nothing."""
+        if not piece.is_windowed:
+            return None
+        assert self.window is not None
+        asked = self.depths_U[piece.q_start : piece.q_stop].unsqueeze(1)
+        is_far = asked - self.depths_U[piece.k_start : piece.k_stop] >= self.window
+        return torch.zeros(is_far.shape, dtype=dtype).masked_fill_(is_far, -torch.inf)[None, None]
 
 
 class _Attended(torch.autograd.Function):
@@ -114,42 +194,44 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pieces: tuple[Piece, ...],
-        start: int,
-        kept: Kept | None,
-        scale: float | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tables: _Tables, kept: Kept | None, scale: float | None
     ) -> Tensor:
         keys, values = (k, v) if kept is None else (kept.k, kept.v)
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty(q.shape, dtype=wide)
         lse = q.new_empty(q.shape[:3], dtype=wide)
-        for piece in pieces:
-            asked = slice(piece.q_start - start, piece.q_stop - start)
+        for piece in tables.pieces:
+            asked = slice(piece.q_start - tables.start, piece.q_stop - tables.start)
             seen = slice(piece.k_start, piece.k_stop)
+            mask = tables.mask(piece, q.dtype)
             part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q[:, :, asked], keys[:, :, seen], values[:, :, seen], 0.0, piece.is_causal, scale=scale
+                q[:, :, asked],
+                keys[:, :, seen],
+                values[:, :, seen],
+                0.0,
+                piece.is_causal,
+                attn_mask=mask,
+                scale=scale,
             )
             if piece.is_causal:
                 out[:, :, asked], lse[:, :, asked] = part, part_lse
-            else:
-                here = lse[:, :, asked]
-                out[:, :, asked].lerp_(part.to(wide), torch.sigmoid(part_lse - here).unsqueeze(-1))
-                torch.logaddexp(here, part_lse, out=here)
+                continue
+            if mask is not None:  # where a query sees none of the keys the kernel gives zeros
+                part_lse = part_lse.masked_fill(mask.isinf().all(-1), -torch.inf)
+            here = lse[:, :, asked]
+            out[:, :, asked].lerp_(part.to(wide), torch.sigmoid(part_lse - here).unsqueeze(-1))
+            torch.logaddexp(here, part_lse, out=here)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.pieces, ctx.start, ctx.kept, ctx.scale = pieces, start, kept, scale
+        ctx.tables, ctx.kept, ctx.scale = tables, kept, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_out,) = grads
         q, k, v, out, lse = ctx.saved_tensors
+        tables: _Tables = ctx.tables
         kept: Kept | None = ctx.kept
-        start: int = ctx.start
         wide = torch.promote_types(q.dtype, torch.float32)
         grad_q = torch.zeros_like(q, dtype=wide)
         if kept is None:
@@ -157,8 +239,8 @@ class _Attended(torch.autograd.Function):
             grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         else:
             keys, values, grad_k, grad_v = kept.k, kept.v, kept.grad_k, kept.grad_v
-        for piece in ctx.pieces:
-            asked = slice(piece.q_start - start, piece.q_stop - start)
+        for piece in tables.pieces:
+            asked = slice(piece.q_start - tables.start, piece.q_stop - tables.start)
             seen = slice(piece.k_start, piece.k_stop)
             part_q, part_k, part_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_out[:, :, asked],
@@ -169,12 +251,13 @@ class _Attended(torch.autograd.Function):
                 lse[:, :, asked],
                 0.0,
                 piece.is_causal,
+                attn_mask=tables.mask(piece, q.dtype),
                 scale=ctx.scale,
             )
             grad_q[:, :, asked] += part_q
             grad_k[:, :, seen] += part_k
             grad_v[:, :, seen] += part_v
         if kept is not None:
-            own = slice(start, start + q.shape[2])
+            own = slice(tables.start, tables.start + q.shape[2])
             grad_k, grad_v = grad_k[:, :, own], grad_v[:, :, own]
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
