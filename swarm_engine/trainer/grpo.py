@@ -180,7 +180,8 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode]) -> dic
     deviations = [] if reward_mean is None else [(reward - reward_mean) ** 2 for reward in rewards]
     variance = mean(math.fsum(deviations), len(deviations))
     flat = {(sample.group_id, sample.agent) for sample in samples if sample.drop is Drop.ZERO_VARIANCE}
-    calls = [call for episode in episodes for call in episode.calls if call.untrained_because is None]
+    # Trained or not: a share of the trained ones alone would hide the cut calls that carry no loss.
+    calls = [call for episode in episodes for call in episode.calls if call.finish_reason is not FinishReason.CANCELLED]
     num_merged = sum(len(timeline.tokens) for sample in counted for timeline in sample.timelines)
     return {
         "reward_mean": reward_mean,
