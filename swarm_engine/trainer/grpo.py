@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -187,10 +188,23 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode]) -> dic
         "reward_mean": reward_mean,
         "reward_std": None if variance is None else math.sqrt(variance),
         "zero_variance_groups": float(len(flat)),
+        "identical_reply_groups": float(_count_identical(counted)),
         "num_trained_tokens": float(sum(sample.num_trained for sample in counted)),
         "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in calls), len(calls)),
         "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged),
     }
+
+
+def _count_identical(samples: Sequence[Sample]) -> int:
+    """Groups of an agent whose every member sampled the same tokens: a shared seed, or a policy that has collapsed.
+
+    Unlike the groups of zero variance, a judge that is noisy gives these an advantage, and it is noise.
+    """
+    replies: defaultdict[tuple[str, str], list[tuple[tuple[int, ...], ...]]] = defaultdict(list)
+    for sample in samples:
+        sampled = tuple(line.tokens[span.start : span.end] for line in sample.timelines for span in line.spans)
+        replies[sample.group_id, sample.agent].append(sampled)
+    return sum(len(set(members)) == 1 for members in replies.values())
 
 
 def mean(total: float, count: int) -> float | None:

@@ -346,6 +346,18 @@ def test_a_reply_that_was_cut_counts_as_cut_whether_or_not_it_is_trained(tiny: L
     )
 
 
+def test_groups_of_identical_replies_are_counted(tiny: LoadedPolicy) -> None:
+    """B084: whatever their rewards, and however the prompts around their replies differ."""
+
+    def group(name: str, *replies: list[int]) -> list[Episode]:
+        calls = [[call([place], [7]), call([place, 7, 9], reply)] for place, reply in enumerate(replies)]
+        return [episode(f"{name}{place}", members, float(place), group_id=name) for place, members in enumerate(calls)]
+
+    batch = [*group("a", [5, 6], [5, 6], [5, 6]), *group("b", [5, 6], [5, 6], [5, 7]), *group("c", [8])]
+    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), batch).metrics
+    assert (metrics["identical_reply_groups"], metrics["zero_variance_groups"]) == (1, 0)
+
+
 def test_zero_variance_groups_stay_in_the_denominator(tiny: LoadedPolicy) -> None:
     pair = [episode("a", [call([5], [7, 7])], 1.0), episode("b", [call([5], [8, 8])], 0.0)]
     flat = [episode(name, [call([5], [9] * 2)], 3.0, group_id="h") for name in ("c", "d")]
