@@ -293,7 +293,7 @@ def test_parallel_tool_calls_come_whole_and_in_pieces_alike(played: Served) -> N
 
 
 def test_every_token_of_a_streamed_call_is_told_of_once(trickling: Served) -> None:
-    """B009: tags and end token too, though they are in no delta."""
+    """B009: tags and end token too, though they are in no delta; B072: the arguments are those of the whole reply."""
     call = CALL % ("lookup", '{"q": "😊"}')
     with episode(trickling, call, call) as claimed, sdk(claimed) as api:
         settings: Any = {"model": "m", "messages": HI, "tools": [LOOKUP], "logprobs": True}
@@ -303,6 +303,10 @@ def test_every_token_of_a_streamed_call_is_told_of_once(trickling: Served) -> No
         entries = whole.choices[0].logprobs.content or []
         told = [e for chunk in chunks if chunk.choices[0].logprobs for e in chunk.choices[0].logprobs.content or []]
         assert told == entries
+        pieces = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or []]
+        assert [piece.function.name for piece in pieces if piece.function.name] == ["lookup"]
+        assert "".join(piece.function.arguments for piece in pieces) == '{"q": "😊"}'
+        assert whole.choices[0].message.tool_calls[0].function.arguments == '{"q": "😊"}'
         assert bytes(one for entry in entries for one in entry.bytes or []).decode() == call + "<|im_end|>"
         first, second = sampled(trickling, claimed)
         assert first == second
@@ -497,7 +501,7 @@ def test_choices_differ_repeat_under_a_seed_and_are_calls_of_their_own(engine: S
 
 
 def test_top_logprobs_name_their_tokens(engine: Served) -> None:
-    """B024, B075."""
+    """B024."""
     with episode(engine) as claimed, sdk(claimed) as api:
         reply = api.chat.completions.create(model="m", messages=HI, max_tokens=4, logprobs=True, top_logprobs=3, seed=1)
         chunks = list(
@@ -531,7 +535,7 @@ def test_the_end_token_is_named_among_the_likely_ones(played: Served) -> None:
 
 
 def test_a_list_of_parts_is_the_same_message(engine: Served) -> None:
-    """B063, B064."""
+    """B063."""
     parts: Any = [
         {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
