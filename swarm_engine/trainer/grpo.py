@@ -10,14 +10,16 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from swarm_engine.config import TrainerConfig
+from swarm_engine.config import Merge, TrainerConfig
+from swarm_engine.merger.trie import count_places
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.protocol import Updated
 from swarm_engine.trainer.adamw import AdamW, AdamWConfig
@@ -78,7 +80,7 @@ class GrpoTrainer:
         start = time.perf_counter()
         samples = make_samples(episodes, self.config.merge, normalize_by_std=self.config.normalize_by_std)
         rows = self.rows(samples)
-        metrics = batch_metrics(samples, episodes)
+        metrics = batch_metrics(samples, episodes, self.config.merge)
         has_advantage = any(sample.advantage for sample in samples)
         if has_advantage:
             sums = self.accumulate_gradient(rows)
@@ -177,7 +179,7 @@ def trained_row(timeline: Timeline, advantage: float, weight: float) -> TrainedR
     return TrainedRow(row, tuple(logprob for span in spans for logprob in span.logprobs), advantage, weight)
 
 
-def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode]) -> dict[str, float | None]:
+def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode], how: Merge) -> dict[str, float | None]:
     """What can be said of a batch before it is computed. Rewards are per episode and agent."""
     counted = [sample for sample in samples if sample.counts]
     rewards = [sample.reward for sample in counted if sample.reward is not None]
@@ -186,18 +188,39 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode]) -> dic
     variance = mean(math.fsum(deviations), len(deviations))
     flat = {(sample.group_id, sample.agent) for sample in samples if sample.drop is Drop.ZERO_VARIANCE}
     calls = [call for episode in episodes for call in episode.calls]
-    trained = [call for call in calls if call.untrained_because is None]
     untrained = Counter(call.untrained_because for call in calls)
-    num_merged = sum(len(timeline.tokens) for sample in counted for timeline in sample.timelines)
+    # Trained or not: a share of the trained ones alone would hide the cut calls that carry no loss.
+    whole = [call for call in calls if call.finish_reason is not FinishReason.CANCELLED]
     return {
         "reward_mean": reward_mean,
         "reward_std": None if variance is None else math.sqrt(variance),
         "zero_variance_groups": float(len(flat)),
+        "identical_reply_groups": float(_count_identical(counted)),
         "num_trained_tokens": float(sum(sample.num_trained for sample in counted)),
-        "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in trained), len(trained)),
-        "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged),
+        "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in whole), len(whole)),
+        "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged_tokens(counted, how)),
         **{f"{reason}_calls": float(untrained[reason]) for reason in Untrained},
     }
+
+
+def num_merged_tokens(samples: Sequence[Sample], how: Merge) -> int:
+    """Tokens of the samples' timelines after merging."""
+    timelines = [timeline for sample in samples for timeline in sample.timelines]
+    if how is Merge.TREE:
+        return count_places([np.array(timeline.tokens, np.int32) for timeline in timelines])
+    return sum(len(timeline.tokens) for timeline in timelines)
+
+
+def _count_identical(samples: Sequence[Sample]) -> int:
+    """Groups of an agent whose every member sampled the same tokens: a shared seed, or a policy that has collapsed.
+
+    Unlike the groups of zero variance, a judge that is noisy gives these an advantage, and it is noise.
+    """
+    replies: defaultdict[tuple[str, str], list[tuple[tuple[int, ...], ...]]] = defaultdict(list)
+    for sample in samples:
+        sampled = tuple(line.tokens[span.start : span.end] for line in sample.timelines for span in line.spans)
+        replies[sample.group_id, sample.agent].append(sampled)
+    return sum(len(set(members)) == 1 for members in replies.values())
 
 
 def mean(total: float, count: int) -> float | None:

@@ -20,7 +20,7 @@ from tiny_tokenizer import END_ID, PAD_ID, ids
 from swarm_engine.client import ContextLengthError, SwarmRequestError, SyncEpisode
 from swarm_engine.server.episodes import LiveEpisode
 from swarm_engine.tracker.tracker import EpisodeTracker
-from swarm_engine.types import Call, Mode
+from swarm_engine.types import Call, Mode, Outcome
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -212,6 +212,10 @@ def test_the_newer_limit_goes_first_and_a_cut_reply_says_length(serving: Callabl
             ]:
                 reply = api.chat.completions.create(model="p", messages=HI, **limits)  # type: ignore[call-overload]
                 assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (expected, "length")
+            # OpenAI's own completions stop at 16 tokens where no limit is set.
+            free = api.completions.create(model="p", prompt="hi")
+            assert free.usage is not None
+            assert (free.usage.completion_tokens, free.choices[0].finish_reason) == (40, "length")
             episode.end(reward=0.0)
 
 
@@ -229,6 +233,27 @@ def test_the_context_bounds_the_reply_and_a_prompt_without_room_is_named(serving
                 episode.chat([{"role": "user", "content": "x" * 100}])
             assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
             episode.end(reward=0.0)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.SUCCESS, Outcome.TRUNCATED])
+def test_an_episode_that_ran_into_the_context_keeps_the_reward_it_is_given(
+    serving: Callable[..., Served], outcome: Outcome
+) -> None:
+    """B036, B043: whether it was finished is its caller's to say, and no row is longer than the context."""
+    served = serving(max_context=100, end_chance=1.0)
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        with client.episode("t") as episode:
+            answer = episode.chat(HI).message
+            with pytest.raises(ContextLengthError):
+                episode.chat([*HI, answer, {"role": "user", "content": "x" * 100}])
+            episode.end(reward=0.75, outcome=outcome)
+        (ended,) = [event.payload for event in client.events(follow=False) if event.kind == "episode"]
+        assert (ended["rewards"], ended["outcome"]) == ({"main": 0.75}, outcome)
+        assert client.status().pool.episodes == 1
+        (timeline,) = client.timelines(episode.episode_id)
+        assert sum(len(block["token_ids"]) for block in timeline["blocks"]) <= 100
+        assert all(timeline["blocks"][-1]["loss_mask"])
 
 
 @pytest.mark.parametrize("token_s", [0.0, 0.005], ids=["at once", "one by one"])
@@ -279,13 +304,13 @@ def test_members_of_a_group_differ_though_the_caller_fixes_the_seed(serving: Cal
     with served.client() as client:
         client.start({**SMALL, "trainer": {"group_size": 4, "tasks_per_update": 1}}, wait=True)
         texts = []
-        for _ in range(3):
+        for _ in range(4):
             with client.episode("t") as episode:
                 first, second = (episode.chat(HI, seed=42, max_tokens=16).text for _ in range(2))
                 assert first == second, "a seed repeats within its episode"
                 texts.append(first)
                 episode.end(reward=0.0)
-        assert len(set(texts)) == 3
+        assert len(set(texts)) == 4
 
 
 def test_the_same_config_gives_the_same_replies_on_another_server(serving: Callable[..., Served]) -> None:

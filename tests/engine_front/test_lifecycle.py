@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from conftest import SMALL, Process, Served, fake_worker, log_of, serve_process, serve_thread
@@ -292,6 +293,33 @@ def test_a_worker_that_is_killed_fails_the_engine_and_a_start_loses_nothing(serv
         play(client, "b")
         wait_for_step(client, 1)
     check_journal(served.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("route", "error"),
+    [("chat/completions", 'data: {"error"'), ("responses", "event: response.failed"), ("messages", "event: error")],
+)
+def test_a_stream_whose_worker_is_killed_ends_with_an_error(
+    serving: Callable[..., Served], route: str, error: str
+) -> None:
+    """B082: nobody waits for the rest."""
+    served = serving(token_s=0.02, end_chance=0.0)
+    with served.client() as client:
+        client.start({**CONFIG, "sampler": {"max_tokens": 2000}}, wait=True)
+        episode = client.episode("a")
+        asked = {"input": "hi"} if route == "responses" else {"messages": HI}
+        limit = {"max_tokens": 2000} if route == "messages" else {}
+        body = {"model": "m", "stream": True, **asked, **limit}
+        auth = {"authorization": f"Bearer {episode.api_key}"}
+        with httpx.stream("POST", f"{episode.base_url}/{route}", headers=auth, json=body, timeout=5) as answer:
+            lines = answer.iter_lines()
+            seen = [next(lines) for _ in range(20)]
+            worker_of(served).send_signal(signal.SIGKILL)
+            seen += list(lines)
+        assert any(line.startswith(error) for line in seen[20:])
+        assert not {"data: [DONE]", "event: message_stop", "event: response.completed"} & set(seen)
+        wait_for_state(client, EngineState.FAILED)
+        episode.abort()
 
 
 def test_a_batch_whose_update_was_killed_is_trained_at_the_next_start(serving: Callable[..., Served]) -> None:

@@ -65,6 +65,7 @@ MOVE: dict[str, object] = {
 
 
 def test_a_reply_fits_its_schema_in_every_api_and_is_not_trained(real: Served) -> None:
+    """B075 on the way: tokens that the grammar rules out are no alternatives, for JSON can't hold their -inf."""
     with real.client() as client, client.episode("t", mode=Mode.EVAL) as episode:
         api = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
         claude = anthropic.Anthropic(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
@@ -84,6 +85,7 @@ def test_a_reply_fits_its_schema_in_every_api_and_is_not_trained(real: Served) -
                 likeliest = entry.top_logprobs[0].logprob
                 assert likeliest >= entry.logprob
                 assert all(one.logprob <= likeliest for one in entry.top_logprobs)
+            assert min(len(entry.top_logprobs) for entry in chat.choices[0].logprobs.content or []) < 3
             response = api.responses.create(
                 model="policy",
                 input="Your move?",

@@ -180,13 +180,17 @@ def test_a_reply_cut_by_its_limit_gets_the_templates_end_without_a_loss() -> Non
 
 
 def test_a_reply_cut_by_a_stop_string_is_joined_to_its_own_ids() -> None:
-    """B085."""
+    """B085, B030: the end token behind it is the template's, without a loss or a log-probability."""
     chat = Chat()
     answer = chat.reply(user("hi"), sampled=[*ids("x"), 259], stop=("ab",))
     assert answer["content"] == "x"
     draft = chat.ask(user("hi"), answer, user("go"))
     start = len(chat.drafts[0].prompt_ids)
     assert list(draft.prompt_ids[start : start + 3]) == [*ids("x"), 259, END_ID]
+    chat.answer(draft, [END_ID])
+    (timeline,) = merge(chat.record().episode.timelines(), Merge.TOKEN)
+    assert timeline.loss_mask[start : start + 3] == (True, True, False)
+    assert [(span.start, len(span.logprobs)) for span in timeline.spans] == [(start, 2), (len(draft.prompt_ids), 1)]
 
 
 def test_an_end_token_that_the_template_does_not_write_stays_and_the_templates_own_follows() -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +144,7 @@ def test_a_group_with_one_judged_episode_is_alone() -> None:
 
 
 def test_exactly_the_sampled_tokens_are_targets() -> None:
+    """B037: the first of a reply too, which is predicted at the prompt's last token."""
     first = call([1, 2, 3], [11, 12, 13], [-0.1, -0.2, -0.3], call_id="a", temperature=0.5)
     greedy = call([1, 2, 3, 11, 12, 13, 4], [21, 22], call_id="b", untrained_because="greedy")
     last = call([1, 2, 3, 11, 12, 13, 4, 21, 22, 5], [31], [-0.7], call_id="c")
@@ -158,6 +160,29 @@ def test_exactly_the_sampled_tokens_are_targets() -> None:
 
 
 # Scores.
+
+
+def test_an_end_token_that_also_pads_is_trained_and_a_gap_in_the_loss_is_read(tiny: LoadedPolicy) -> None:
+    """B031: token 0 ends the short reply, and pads its row to the length of the other."""
+    model = tiny.model.double()
+    pad = 0
+    first = call([5, 6], [11, 12, pad], call_id="a")
+    rows = [trained_row(call([5, 6], [7] * 5).timeline(), 0.0, 0.0), trained_row(first.timeline(), 1.0, 1.0)]
+    assert rows[1].row.targets == (2, 3, 4)
+    together = score(model, [row.row for row in rows]).logprobs_N
+    assert torch.allclose(together[5:], score(model, [rows[1].row]).logprobs_N, atol=1e-12, rtol=0)
+    tokens = torch.tensor([[5, 6, 11, 12]])
+    logits = model.logits(model.hidden(tokens, torch.arange(4), attend_causally))[0, 3]
+    assert together[-1].item() == pytest.approx(logits.log_softmax(-1)[pad].item(), abs=1e-12)
+    told = []
+    for result in (20, 21):
+        second = call([5, 6, 11, 12, pad, result], [31], call_id="b")
+        (sample,) = samples_of([episode("a", [first, second], 1.0)], Merge.TOKEN)
+        row = trained_row(sample.timelines[0], 1.0, 1.0).row
+        assert row.targets == (2, 3, 4, 6)
+        told.append(score(model, [row]).logprobs_N)
+    assert torch.equal(told[0][:3], told[1][:3])
+    assert abs(told[0][3] - told[1][3]) > 1e-6, "the answer depends on the tool's result"
 
 
 def test_scores_are_those_of_each_row_alone(tiny: LoadedPolicy) -> None:
@@ -287,10 +312,11 @@ def test_loss_and_gradient_are_the_objectives_on_paper_however_timelines_merge_a
             assert ((found - expected).norm() / expected.norm()).item() < 1e-9
 
 
-def test_merging_computes_fewer_tokens(tiny: LoadedPolicy) -> None:
+@pytest.mark.parametrize("how", [Merge.TOKEN, Merge.TREE])
+def test_merging_computes_fewer_tokens(tiny: LoadedPolicy, how: Merge) -> None:
     batch = conversations(3)
     apart = update(GrpoTrainer(tiny.model, TrainerConfig(merge=Merge.NONE)), batch)
-    merged = update(GrpoTrainer(tiny.model, TrainerConfig(merge=Merge.TOKEN)), batch)
+    merged = update(GrpoTrainer(tiny.model, TrainerConfig(merge=how)), batch)
     assert apart.metrics["merge_ratio"] == 1
     assert merged.metrics["num_trained_tokens"] == apart.metrics["num_trained_tokens"]
     ratio = (apart.metrics["num_computed_tokens"] or 0) / (merged.metrics["num_computed_tokens"] or 1)
@@ -299,6 +325,7 @@ def test_merging_computes_fewer_tokens(tiny: LoadedPolicy) -> None:
 
 
 def test_tokens_that_are_not_trained_are_in_no_denominator(tiny: LoadedPolicy) -> None:
+    """B033: ten kept tokens beside ninety that are masked."""
     pair = [episode("a", [call([5], [7] * 10, [-1.0] * 10)], 1.0), episode("b", [call([5], [8])], 0.0)]
     cut_off = call([6], [7] * 90, finish_reason=FinishReason.LENGTH, untrained_because="unused_retry")
     with_dead_weight = [*pair, episode("c", [cut_off], 0.0), episode("d", [call([9], [7] * 50)], None)]
@@ -306,6 +333,31 @@ def test_tokens_that_are_not_trained_are_in_no_denominator(tiny: LoadedPolicy) -
         config = TrainerConfig(aggregation=aggregation)
         alone, _ = gradient_of(tiny.model, config, pair)
         assert gradient_of(tiny.model, config, with_dead_weight)[0] == alone
+
+
+def test_a_reply_that_was_cut_counts_as_cut_whether_or_not_it_is_trained(tiny: LoadedPolicy) -> None:
+    """B034: lengths 10 (finished) and 90 (cut, masked); a reply whose caller went away is neither."""
+    cut: dict[str, Any] = {"finish_reason": FinishReason.LENGTH}
+    gone: dict[str, Any] = {"finish_reason": FinishReason.CANCELLED, "untrained_because": Untrained.CANCELLED}
+    for masked in (None, Untrained.CONSTRAINED):
+        calls = [call([5], [7] * 10), call([6], [8] * 90, untrained_because=masked, **cut), call([9], [8], **gone)]
+        metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), [episode("a", calls, 1.0)]).metrics
+        assert metrics["truncated_fraction"] == 0.5
+    assert (
+        update(GrpoTrainer(tiny.model, TrainerConfig()), [episode("a", [], None)]).metrics["truncated_fraction"] is None
+    )
+
+
+def test_groups_of_identical_replies_are_counted(tiny: LoadedPolicy) -> None:
+    """B084: whatever their rewards, and however the prompts around their replies differ."""
+
+    def group(name: str, *replies: list[int]) -> list[Episode]:
+        calls = [[call([place], [7]), call([place, 7, 9], reply)] for place, reply in enumerate(replies)]
+        return [episode(f"{name}{place}", members, float(place), group_id=name) for place, members in enumerate(calls)]
+
+    batch = [*group("a", [5, 6], [5, 6], [5, 6]), *group("b", [5, 6], [5, 6], [5, 7]), *group("c", [8])]
+    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), batch).metrics
+    assert (metrics["identical_reply_groups"], metrics["zero_variance_groups"]) == (1, 0)
 
 
 def test_zero_variance_groups_stay_in_the_denominator(tiny: LoadedPolicy) -> None:
@@ -377,6 +429,7 @@ def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedP
 def test_a_batch_with_nothing_to_train_is_skipped_and_its_metrics_are_null(
     tiny: LoadedPolicy, empty: list[Episode]
 ) -> None:
+    """B033, where everything is masked."""
     before = fingerprint(tiny.model)
     metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), empty).metrics
     assert fingerprint(tiny.model) == before

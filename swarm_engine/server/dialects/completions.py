@@ -1,7 +1,7 @@
 """OpenAI's completions: a prompt as text or token ids, past the chat template.
 
 Ids are what the model runs on, unchanged. In a text nothing is a control token. One request has one prompt; where it
-sets no limit, the reply may fill the context, and not 16 tokens as OpenAI's own.
+sets no limit, the server's own holds, and not the 16 tokens of OpenAI's.
 """
 
 from __future__ import annotations
