@@ -95,7 +95,7 @@ class TrainerConfig(Frozen):
     kl_weight: float = Field(0.0, ge=0)
     """Pull towards the start weights; at 0 no reference policy is loaded."""
     entropy_weight: float = Field(0.0, ge=0)
-    merge: Merge = Merge.TOKEN
+    merge: Merge = Merge.TREE
     microbatch_tokens: int = Field(2048, ge=1)
     """Tokens, padding included, computed at once; bounds memory, never changes the gradient."""
     checkpoint_every: int = Field(10, ge=1)
