@@ -26,6 +26,9 @@ def show_runs(home: Path | None, db: str | None, *, template: str | None, limit:
         found = queries.list_runs(session, template=template, limit=limit)
         if as_json:
             _emit("result", runs=found)
+        elif template and not found and (others := queries.num_runs_by_template(session)):
+            there = ", ".join(f"{name} ({count})" for name, count in others.items())
+            print(f"No run is of the template {plain(template)!r}. These have runs: {plain(there)}")
         else:
             Console(highlight=False).print(browse.runs_table(found))
 

@@ -180,6 +180,15 @@ def test_runs_of_an_empty_home_say_how_to_make_one(tmp_path):
     assert "No runs yet" in done.stdout
 
 
+def test_runs_of_a_template_that_has_none_say_which_have_some(tmp_path):
+    with open_database(home=tmp_path / ".a3r") as database, database.write() as session:
+        for template in ("tictactoe", "nim", "tictactoe"):
+            create_single_run(session, "vibe", "Play", template, {})
+    done = a3r(tmp_path, "runs", "--template", "nope")
+    assert done.stdout == "No run is of the template 'nope'. These have runs: nim (1), tictactoe (2)\n"
+    assert json.loads(a3r(tmp_path, "runs", "--template", "nope", "--json").stdout)["runs"] == []
+
+
 def test_comparing_one_run_is_refused(tmp_path):
     done = a3r(tmp_path, "compare", "01NOSUCHRUN")
     assert done.returncode != 0
