@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from swarm_engine.version import VersionOption
+
 if TYPE_CHECKING:
     from swarm_engine.client import SwarmClient
 
@@ -93,6 +95,11 @@ def read_config(file: Path | None, as_json: bool) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         give_up(f"the config {file} can't be read ({error})", USAGE, as_json)
+
+
+@app.callback()
+def command(_version: VersionOption = False) -> None:
+    """Options before the name of a command."""
 
 
 @app.command()

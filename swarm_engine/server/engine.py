@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.tracker import EpisodeRecord
 from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Mode
+from swarm_engine.version import installed_version
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +62,6 @@ MANIFEST = "manifest.json"
 """The last file of a checkpoint; a folder without it is none. The trainer's, which the front must not import."""
 
 policies_ready: TypeAdapter[PolicyReady] = TypeAdapter(PolicyReady)
-
-
-def engine_version() -> str:
-    """The distribution's version."""
-    try:
-        return version("a3r")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class Engine:
@@ -124,7 +116,7 @@ class Engine:
         self.server_id = server_id
         self.created = datetime.fromisoformat(created)
         self.roster = Roster(journal, KeyRing(secret), self._gate, self._after_change, self._fail)
-        writes.append(EventWrite.of("server", server_id=server_id, version=engine_version()))
+        writes.append(EventWrite.of("server", server_id=server_id, version=installed_version()))
         if (before := journal.last_state()) not in (None, EngineState.OFFLINE):
             cause = "the server ended without stopping the engine"
             writes.append(EventWrite.of("state", **{"from": before, "to": EngineState.OFFLINE, "cause": cause}))
@@ -508,7 +500,7 @@ class Engine:
             "clients": self.roster.clients(),
             "running": self.roster.num_running,
             "server_id": self.server_id,
-            "version": engine_version(),
+            "version": installed_version(),
             "last_seq": self.journal.last_seq,
         }
 
