@@ -60,6 +60,8 @@ READ = [
      "trainer.group_size", (8, 4), 4, AREA, Direction.BETTER),
     ("Does a KL penalty of 10% learn tictactoe faster than 0 at the same learning rate?", "tictactoe",
      "trainer.kl_weight", (0.1, 0.0), 0.0, AREA, Direction.BETTER),
+    ("Does a group size of ٤ learn tictactoe faster than thirty-two?", "tictactoe",
+     "trainer.group_size", (4, 32), 32, AREA, Direction.BETTER),
 ]  # fmt: skip
 
 
@@ -112,6 +114,19 @@ REFUSED = [
     ("Does a temperature of 0.7 learn tic-tac-toe faster than 1?", "belongs to no factor"),
     ("Do 9 holes or 30 holes change the final reward on gridwalk?", "from 0 to 21"),
     ("Does grpo learn tictactoe faster than ppo?", "no factor"),
+    ("Does group size or learning rate change the final reward on tictactoe?",
+     "names group size without a level and learning rate without a level; a question compares one factor"),
+    ("Does a group size of 8 or a learning rate of 0.002 learn tictactoe faster?",
+     "names group size at 8 and learning rate at 0.002; a question compares one factor"),
+    ("Does group size change the final reward on tictactoe with a learning rate of 0.002?",
+     "names group size without a level and learning rate at 0.002"),
+    ("Does a group size of 8/2 learn tic-tac-toe faster than 4?", "8/2 is no plain number"),
+    ("Does a group size of 8 / 2 learn tic-tac-toe faster than 4?", "8 / 2 is no plain number"),
+    ("Does a group size of 4 or ²0 or 8 learn tic-tac-toe faster?", "²0 is no plain number"),
+    ("Does a group size of 4, 8 or 16½ learn tic-tac-toe faster?", "16½ is no plain number"),
+    ("Does a group size of 4, 8 or 1k learn tic-tac-toe faster?", "1k is no plain number"),
+    ("Does a group size of 8 learn tic-tac-toe faster than 4 with 3½ seeds?", "3½ is no plain number"),
+    ("Does a learning rate of 10⁻³ learn tic-tac-toe faster than 0.002 or 0.004?", "10⁻³ is no plain number"),
 ]  # fmt: skip
 
 
