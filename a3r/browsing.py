@@ -109,6 +109,8 @@ def _plot(session: Session, ids: Sequence[str], metric: str, path: Path | None, 
         return
     if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
         raise UsageError(f"{path} says no kind of picture; end it with .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path} can't be drawn, there is no folder {path.parent}; make it, or name another")
     try:
         drawn = plots.plot_runs(session, ids, metric, path)
     except NotFoundError as error:

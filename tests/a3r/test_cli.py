@@ -129,6 +129,10 @@ def test_a_run_and_its_picture_are_json_lines_with_the_result_last(tmp_path):
         assert curves == {"event": "curves", "path": str(tmp_path / "c.png")}
         assert again == result
         assert result["event"] == "result"
+    done = a3r(tmp_path, "show", runs[0], "--home", str(tmp_path / "home"), "--plot", str(tmp_path / "no" / "c.png"))
+    assert done.returncode == 2
+    assert f"there is no folder {tmp_path / 'no'}; make it" in done.stderr
+    assert not (tmp_path / "no").exists()
 
 
 def test_the_database_may_lie_elsewhere(tmp_path):
