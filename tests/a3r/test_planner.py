@@ -224,6 +224,19 @@ def test_the_command_line_has_the_last_word(plan_of):
     assert plan.level == pytest.approx(0.95)
 
 
+@pytest.mark.parametrize(
+    ("asked", "wishes", "seeds", "source"),
+    [
+        (" with 4 seeds", {}, 4, Source.USER),
+        (" with 4 seeds", {"seeds": 5}, 5, Source.FLAG),
+        ("", {"seeds": 5}, 5, Source.FLAG),
+    ],
+)
+def test_a_number_of_seeds_is_said_by_the_question_or_the_command_line(plan_of, asked, wishes, seeds, source):
+    plan = plan_of(f"Does a group size of 8 learn tictactoe faster than 4{asked}?", **wishes)
+    assert {each.text: each.source for each in plan.assumptions}[f"{seeds} seeds per arm."] is source
+
+
 def test_more_seeds_than_the_command_line_takes_are_refused(plan_of):
     with pytest.raises(QuestionError, match="100"):
         plan_of("Does a group size of 8 learn tic-tac-toe faster than 4 with 1000000 seeds?")
@@ -244,22 +257,36 @@ TASKS = "Does tic-tac-toe learn faster with 4 tasks per update than with 8"
 
 
 @pytest.mark.parametrize(
-    ("question", "wishes", "episodes", "between"),
+    ("question", "wishes", "source", "episodes", "between"),
     [
-        ("With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?", {}, 1280, 256),
-        ("With 1280 episodes and 20 updates, does a group size of 8 learn tictactoe faster than 4?", {}, 1280, 256),
-        ("With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?", {"updates": 20}, 1280, 256),
+        ("With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?", {}, Source.USER, 1280, 256),
+        (
+            "With 1280 episodes and 20 updates, does a group size of 8 learn tictactoe faster than 4?",
+            {},
+            Source.USER,
+            1280,
+            256,
+        ),
+        (
+            "With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?",
+            {"updates": 20},
+            Source.USER,
+            1280,
+            256,
+        ),
         # Updates of 32 and 64 episodes: 960 are 30 and 15; 15 units of 64 are evaluated every 3.
-        (f"{TASKS} on 960 training episodes?", {}, 960, 192),
-        (f"{TASKS} in 15 updates?", {}, 960, 192),
-        (f"{TASKS}?", {"updates": 15}, 960, 192),
+        (f"{TASKS} on 960 training episodes?", {}, Source.USER, 960, 192),
+        (f"{TASKS} in 15 updates?", {}, Source.USER, 960, 192),
+        (f"{TASKS} in 15 updates?", {"updates": 15}, Source.USER, 960, 192),
+        (f"{TASKS} in 20 updates?", {"updates": 15}, Source.FLAG, 960, 192),
+        (f"{TASKS}?", {"updates": 15}, Source.FLAG, 960, 192),
     ],
 )
-def test_stated_episodes_and_updates_are_what_is_run(plan_of, question, wishes, episodes, between):
+def test_stated_episodes_and_updates_are_what_is_run(plan_of, question, wishes, source, episodes, between):
     plan = plan_of(question, **wishes)
     assert (plan.controls.episodes, plan.controls.episodes_between_evaluations) == (episodes, between)
     sources = {each.text: each.source for each in plan.assumptions}
-    assert sources[f"A run trains on {episodes} episodes."] is Source.USER
+    assert sources[f"A run trains on {episodes} episodes."] is source
     assert check(plan, num_studies=20).failures == ()
 
 
