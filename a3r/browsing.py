@@ -26,6 +26,9 @@ def show_runs(home: Path | None, db: str | None, *, template: str | None, limit:
         found = queries.list_runs(session, template=template, limit=limit)
         if as_json:
             _emit("result", runs=found)
+        elif template and not found and (others := queries.num_runs_by_template(session)):
+            there = ", ".join(f"{name} ({count})" for name, count in others.items())
+            print(f"No run is of the template {plain(template)!r}. These have runs: {plain(there)}")
         else:
             Console(highlight=False).print(browse.runs_table(found))
 
@@ -106,6 +109,8 @@ def _plot(session: Session, ids: Sequence[str], metric: str, path: Path | None, 
         return
     if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
         raise UsageError(f"{path} says no kind of picture; end it with .png, .svg or .pdf")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path} can't be drawn, there is no folder {path.parent}; make it, or name another")
     try:
         drawn = plots.plot_runs(session, ids, metric, path)
     except NotFoundError as error:

@@ -18,6 +18,8 @@ from typing import Annotated
 
 import typer
 
+from swarm_engine.version import VersionOption
+
 app = typer.Typer(
     name="a3r",
     help="Research agents: from a question to a study whose every number can be traced.",
@@ -35,6 +37,11 @@ Yes = Annotated[bool, typer.Option("--yes", help="Approve the plan without being
 Jobs = Annotated[int, typer.Option(min=0, help="Runs side by side; 0 is as many as cores and memory bear.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON line an event, and the result last.")]
 Study = Annotated[str, typer.Argument(help="Id of the study, or the beginning or end of it.", show_default=False)]
+
+
+@app.callback()
+def command(_version: VersionOption = False) -> None:
+    """Options before the name of a command."""
 
 
 @app.command()

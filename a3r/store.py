@@ -19,7 +19,7 @@ from a3r.estimates import ANALYSIS, STUDY_CODE, Draft, Measurement, RunRecord, c
 from a3r.executor import JobState as HereState
 from a3r.executor import JobStatus
 from a3r.integrity import Facts
-from a3r.prereg.plan import Arm, Direction, Plan, StageKind, load_locked
+from a3r.prereg.plan import Arm, Direction, Plan, Source, StageKind, load_locked
 from experiments_db import models, queries, writes
 from experiments_db.engine import Database
 
@@ -127,7 +127,8 @@ def lock(database: Database, study_id: str, plan: Plan) -> str:
     with database.write() as session:
         prereg = writes.add_prereg(session, study_id, plan.model_dump(mode="json"))
         for assumption in plan.assumptions:
-            source = models.AssumptionSource(assumption.source.value)
+            is_stated = assumption.source is not Source.DEFAULT
+            source = models.AssumptionSource.USER if is_stated else models.AssumptionSource.DEFAULT
             writes.add_assumption(session, study_id, assumption.text, source)
         levels = plan.factor.levels
         is_ordered = all(isinstance(level, int | float) and not isinstance(level, bool) for level in levels)

@@ -26,7 +26,8 @@ def play(episode: SyncEpisode, task: Task) -> None:
     episode.end(reward=(reply.choices[0].message.content or "").count("X") / 8)
 
 
-run_dir, updates = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20
+args = sys.argv[1:] or sys.exit(__doc__)
+run_dir, updates = Path(args[0]), int(args[1]) if len(args) > 1 else 20
 url = json.loads((run_dir / "server.json").read_text())["url"]
 token = json.loads((run_dir / "token.json").read_text())["operator"]
 with SwarmClient(url, token) as client:

@@ -70,25 +70,22 @@ def home_folder(home: Path | str | None = None) -> Path:
     """The folder that holds all state: as given, else A3R_HOME, else `.a3r` in the current folder. Not created here.
 
     Raises:
-        UnavailableError: it begins with `~` and a name that no user has.
+        UnavailableError: it begins with `~` and a name that no user has, or holds a question mark, which begins the
+            settings of a database's URL.
     """
     folder = Path(home or os.environ.get(HOME_VARIABLE) or DEFAULT_HOME)
     try:
-        return folder.expanduser().absolute()
+        found = folder.expanduser().absolute()
     except RuntimeError as error:
         raise UnavailableError(f"{folder} begins with an unknown user; set {HOME_VARIABLE} to a whole path") from error
+    if "?" in str(found):
+        raise UnavailableError(f"{found} holds a question mark; set {HOME_VARIABLE} to a folder without one")
+    return found
 
 
 def default_url(home: Path | str | None = None) -> str:
-    """URL of the database in the home folder.
-
-    Raises:
-        UnavailableError: the folder's name holds a question mark, which begins the settings of a URL.
-    """
-    path = home_folder(home) / FILE_NAME
-    if "?" in str(path):
-        raise UnavailableError(f"{path} holds a question mark; set {HOME_VARIABLE} to a folder without one")
-    return f"sqlite:///{path}"
+    """URL of the database in the home folder."""
+    return f"sqlite:///{home_folder(home) / FILE_NAME}"
 
 
 @dataclass(frozen=True, slots=True)

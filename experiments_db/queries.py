@@ -307,6 +307,13 @@ def list_runs(
     return [summary for _, summary in sorted(in_study, key=lambda pair: pair[1].study_id, reverse=True)]
 
 
+def num_runs_by_template(session: Session) -> dict[str, int]:
+    """How many runs each template has, by name; those that have some."""
+    template = col(Blueprint.template_id)
+    query = sa_select(template, func.count()).join(Experiment, col(Experiment.blueprint_id) == col(Blueprint.id))
+    return dict(session.execute(query.group_by(template).order_by(template)).tuples().all())
+
+
 def find_run(session: Session, text: str) -> str:
     """The id of the run that a user means: its whole id, or enough of its beginning or end.
 

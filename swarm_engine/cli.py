@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from swarm_engine.version import VersionOption
+
 if TYPE_CHECKING:
     from swarm_engine.client import SwarmClient
 
@@ -93,6 +95,11 @@ def read_config(file: Path | None, as_json: bool) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         give_up(f"the config {file} can't be read ({error})", USAGE, as_json)
+
+
+@app.callback()
+def command(_version: VersionOption = False) -> None:
+    """Options before the name of a command."""
 
 
 @app.command()
@@ -228,13 +235,23 @@ def watch(
     run_dir: RunDir = None,
     url: Url = None,
     token_file: TokenFile = None,
-    after: Annotated[int, typer.Option(help="With --json: print events later than this number.")] = 0,
+    after: Annotated[int, typer.Option(help="Print events later than this number; not for the table.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Follow an engine: a live table, or with --json its events, one a line."""
-    from swarm_engine.watch import print_events, watch_table
+    """Follow an engine: a live table; where the output is no terminal its states and updates, one a line.
 
-    show = (lambda client: print_events(client, after)) if as_json else watch_table
+    With --json all its events, one a line.
+    """
+    from swarm_engine.watch import print_events, print_lines, watch_table
+
+    def show(client: SwarmClient) -> None:
+        if as_json:
+            print_events(client, after)
+        elif sys.stdout.isatty():
+            watch_table(client)
+        else:
+            print_lines(client, after)
+
     try:
         ask(show, run_dir, url, token_file, as_json)
     except KeyboardInterrupt:

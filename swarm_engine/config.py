@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import BaseModel, Field, model_validator
 
 
-class Frozen(BaseModel, frozen=True, extra="forbid"):
+class Frozen(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Base of the config models."""
 
 

@@ -58,6 +58,18 @@ def print_events(client: SwarmClient, after: int) -> None:
         print(json.dumps(asdict(event)), flush=True)
 
 
+def print_lines(client: SwarmClient, after: int) -> None:
+    """Print state changes and updates in words, one a line, for ever."""
+    for event in client.events(after):
+        match event.kind:
+            case "state":
+                print(f"{event.payload['to']}: {event.payload['cause']}", flush=True)
+            case "step":
+                values = ((name, event.payload["metrics"].get(name)) for name in METRICS)
+                said = [f"{name} {value:.4g}" for name, value in values if value is not None]
+                print(", ".join([f"step {event.payload['step']}: {event.payload['seconds']:.2f} s", *said]), flush=True)
+
+
 def watch_table(client: SwarmClient) -> None:
     """Show state, batch and the last steps until the server goes away or Ctrl-C."""
     from rich.console import Group

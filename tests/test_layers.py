@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,12 @@ def test_the_client_imports_in_under_a_third_of_a_second() -> None:
     assert min(seconds) < 0.3
 
 
+@pytest.mark.parametrize("flag", ["--help", "--version"])
 @pytest.mark.parametrize("command", ["a3r", "vibe", "swarm_engine.cli"])
-def test_help_loads_nothing_heavy(command: str) -> None:
+def test_help_and_version_load_nothing_heavy(command: str, flag: str) -> None:
     code = (
         "import sys, runpy\n"
-        f"sys.argv = [{command!r}, '--help']\n"
+        f"sys.argv = [{command!r}, {flag!r}]\n"
         "try:\n"
         f"    runpy.run_module({command!r}, run_name='__main__')\n"
         "except SystemExit as done:\n"
@@ -112,3 +114,5 @@ def test_help_loads_nothing_heavy(command: str) -> None:
     started = time.monotonic()
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines()[-1] == "HEAVY []", f"after {time.monotonic() - started:.1f} s"
+    if flag == "--version":
+        assert shown.stdout.splitlines()[0] == f"a3r {version('a3r')}"

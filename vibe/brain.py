@@ -216,7 +216,11 @@ def read_rules(sentences: Sequence[str], template: Template) -> tuple[list[Readi
     facts: list[Fact] = []
     unread: list[Unused] = []
     for index, sentence in enumerate(sentences):
-        for number in numbers.find(sentence):
+        found = numbers.find(sentence)
+        reason = "it is no plain number; write one such as 8 or eight"
+        odd = numbers.not_read(sentence, ((number.start, number.end) for number in found))
+        unread += [Unused(sentence=index, text=text, reason=reason) for text in odd]
+        for number in found:
             match _read_number(index, sentence, number, template):
                 case Reading() as reading:
                     readings.append(reading)

@@ -14,6 +14,8 @@ from typing import Annotated
 
 import typer
 
+from swarm_engine.version import VersionOption
+
 app = typer.Typer(
     name="vibe",
     help="From a game in plain words to a training project and a trained policy.",
@@ -46,6 +48,11 @@ RunDir = Annotated[
     Path | None,
     typer.Option(help="Folder of the run; an interrupted one goes on. By default a new one in A3R_HOME/runs."),
 ]
+
+
+@app.callback()
+def command(_version: VersionOption = False) -> None:
+    """Options before the name of a command."""
 
 
 @app.command()

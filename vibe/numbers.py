@@ -1,11 +1,13 @@
 """Numbers as people write them: `15 stones`, `twenty-one coins`, `4x4`, `one to three`, `three in a row`.
 
-Pure: text in, values with their places out. What a number counts is decided by whoever knows the game.
+Pure: text in, values with their places out. What a number counts is decided by whoever knows the game. What is written
+otherwise (`8/2`, `20½`, `10⁻³`, `20k`) is no number here, not in part either: `not_read` lists it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _UNITS = (
@@ -18,17 +20,22 @@ WORDS = {word: value for value, word in enumerate(UNITS)} | {word: 10 * value fo
 MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 1000}
 
 _WORD = "|".join(sorted([*WORDS, "dozen"], key=len, reverse=True))
-_WORDED = (
+WORDED = (
     rf"(?:(?:{'|'.join(TENS)})[- ](?:{'|'.join(UNITS[1:10])})"
     rf"|(?:a|{_WORD})[ -](?:dozen|hundred|thousand)|(?:{_WORD}))(?![a-z])"
 )
 _DIGITS = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+(?:\.\d+)?"
-_ONE = rf"(?:{_DIGITS}|(?<![a-z]){_WORDED})"
+_ONE = rf"(?:{_DIGITS}|(?<![a-z]){WORDED})"
 _BY = r"(?:\s*[x×*]\s*|[\s-]by[\s-])"
 _MINUS = r"(?<!\w)[-−]|(?<![a-z])(?:minus|negative)\s+"
 _NUMBER = re.compile(rf"(?<![\w.])(?P<minus>{_MINUS})?{_ONE}(?P<by>(?:{_BY}{_ONE})+)?", re.IGNORECASE)
 _EACH = re.compile(_ONE, re.IGNORECASE)
 _TO = re.compile(r"\s*(?:to|-|–|or|through|,|, or|, and|and)\s*", re.IGNORECASE)
+_GOES_ON = re.compile(r"_\d|\.\d|e[+-]?\d|[km](?![^\W\d_])| ?[/⁄÷] ?\d|[:^+]\d|[⁺⁻]", re.IGNORECASE)
+"""Behind digits that are only the beginning of what is written."""
+_WENT_BEFORE = re.compile(r"\d(?: ?[/⁄÷] ?|[:^+])$")
+"""Before digits that are only the end of it."""
+_WRITTEN = re.compile(r"(?:[\w.:^+⁺⁻]|(?<=\d) ?[/⁄÷] ?(?=\d))+")
 _AFTER = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
 
 
@@ -79,6 +86,8 @@ def find(text: str) -> list[Number]:
     """Every number of a text, in order; sizes and enumerations are one number each."""
     found: list[Number] = []
     for match in _NUMBER.finditer(text):
+        if not stands_alone(text, match.start(), match.end()):
+            continue
         values = tuple(value_of(each[0]) for each in _EACH.finditer(match[0]))
         if match["minus"]:
             values = (-values[0], *values[1:])
@@ -89,6 +98,26 @@ def find(text: str) -> list[Number]:
         else:
             found.append(number)
     return found
+
+
+def stands_alone(text: str, start: int, end: int) -> bool:
+    """Whether digits between these places are all of a number, and not the 8 of `8/2` or the 20 of `20½`."""
+    return not (text[end : end + 1].isnumeric() or _GOES_ON.match(text, end) or _WENT_BEFORE.search(text[:start]))
+
+
+def not_read(text: str, read: Iterable[tuple[int, int]]) -> list[str]:
+    """What is written in digits or other signs for numbers and is not read; a name such as `player2` is none.
+
+    Args:
+        read: start and end of the numbers that are.
+    """
+    places = {place for start, end in read for place in range(start, end)}
+    return [
+        match[0].rstrip(".:")
+        for match in _WRITTEN.finditer(text)
+        if not match[0][0].isalpha()
+        and any(char.isnumeric() and place not in places for place, char in enumerate(match[0], match.start()))
+    ]
 
 
 def _join(text: str, left: Number, right: Number) -> Number | None:

@@ -40,7 +40,8 @@ def render(spec: ProjectSpec) -> dict[str, str]:
 
     files = {name: copied(name) for name in COPIED}
     files["train.py"] = fill(scaffold / "train.py.j2")
-    files["README.md"] = fill(template.path / "README.md.j2") + fill(scaffold / "rules.md.j2")
+    pages = (template.path / "README.md.j2", scaffold / "use.md.j2", scaffold / "rules.md.j2")
+    files["README.md"] = "".join(map(fill, pages))
     files["tests/test_game.py"] = fill(template.path / "test_game.py.j2")
     files[SPEC_FILE] = spec.to_json()
     return dict(sorted(files.items()))

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
@@ -75,6 +76,8 @@ class Settings:
     as_json: bool = False
     shuffle_rewards: bool = False
     """A control: rewards change hands among the episodes of an update, so there is nothing to learn."""
+    exits_with_stdin: bool = False
+    """Stop in order when the standard input closes, so that a training ends with the program that started it."""
 
 
 def parse(argv: Sequence[str], project: Path) -> Settings:
@@ -99,6 +102,7 @@ def parse(argv: Sequence[str], project: Path) -> Settings:
     parser.add_argument("--db", metavar="URL", help="database of the experiment")
     parser.add_argument("--json", action="store_true", help="one JSON line an event")
     parser.add_argument("--shuffle-rewards", action="store_true", help="control: give each reward to a random episode")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="stop when the standard input closes")
     args = parser.parse_args(argv)
     changes = parse_changes(args.set)
     named = {"config.seed": args.seed} | {
@@ -119,6 +123,7 @@ def parse(argv: Sequence[str], project: Path) -> Settings:
         db_url=args.db,
         as_json=args.json,
         shuffle_rewards=args.shuffle_rewards,
+        exits_with_stdin=args.exit_with_stdin,
     )
 
 
@@ -481,29 +486,40 @@ def differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-async def until_stopped(work: Coroutine[Any, Any, None]) -> None:
+async def until_stopped(work: Coroutine[Any, Any, None], *, with_stdin: bool = False) -> None:
     """Do some work; SIGINT and SIGTERM call it off in order, so that nothing it started stays behind.
 
+    Args:
+        with_stdin: the end of the standard input calls it off too.
     Raises:
         StoppedError: it was called off.
     """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
-    received: list[signal.Signals] = []
+    causes: list[str] = []
 
-    def stop(number: signal.Signals) -> None:
-        received.append(number)
+    def stop(cause: str) -> None:
+        causes.append(cause)
         task.cancel()
 
     with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C arrives as a KeyboardInterrupt instead
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
+            loop.add_signal_handler(number, stop, number.name)
+    if with_stdin:
+
+        def wait_for_stdin() -> None:
+            while os.read(0, 4096):
+                pass
+            with contextlib.suppress(RuntimeError):  # the work ended first, and the loop with it
+                loop.call_soon_threadsafe(stop, "the end of its standard input")
+
+        threading.Thread(target=wait_for_stdin, name="stdin", daemon=True).start()
     try:
         await task
     except asyncio.CancelledError:
-        if not received:
+        if not causes:
             raise
-        raise StoppedError(f"stopped by {received[0].name}; the same command goes on from here") from None
+        raise StoppedError(f"stopped by {causes[0]}; the same command goes on from here") from None
 
 
 def main(train: Callable[[Run], Coroutine[Any, Any, None]], *, project_of: str) -> int:
@@ -517,7 +533,7 @@ def main(train: Callable[[Run], Coroutine[Any, Any, None]], *, project_of: str) 
         with locked(settings.run_dir):
             record = Record(settings.run_dir, as_json=settings.as_json)
             begin(settings, record)
-            asyncio.run(until_stopped(train(Run(settings, record))))
+            asyncio.run(until_stopped(train(Run(settings, record)), with_stdin=settings.exits_with_stdin))
     except (VibeError, SwarmError, ExperimentsDbError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 1)

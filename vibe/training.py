@@ -203,13 +203,21 @@ def watch(request: Request, written: Written, run_dir: Path, experiment: str) ->
         StoppedError: it was asked to stop, and has.
     """
     spec = written.spec
-    words = [*command(request, written, run_dir), "--experiment", experiment, "--db", default_url()]
+    words = [
+        *command(request, written, run_dir),
+        "--experiment",
+        experiment,
+        "--db",
+        default_url(),
+        "--exit-with-stdin",
+    ]
     with (run_dir / LOG_FILE).open("ab") as log, Forwarded() as signals:
         start_of_log = log.tell()
-        # A session of its own, so that one Ctrl-C reaches it once: through here.
+        # A session of its own, so that one Ctrl-C reaches it once: through here. Where this program ends in whatever
+        # way, the pipe ends, and with it the training.
         child = subprocess.Popen(
             words,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             env=os.environ | {HOME_VARIABLE: str(home_folder())},
@@ -218,14 +226,16 @@ def watch(request: Request, written: Written, run_dir: Path, experiment: str) ->
         )
         signals.to(child.pid)
         try:
+            assert child.stdin
             assert child.stdout
-            with (
-                child.stdout as lines,
-                screen.screen(Console(), spec.title, spec.training.updates, as_json=request.as_json) as shown,
-            ):
-                for line in lines:
-                    shown.show(json.loads(line))
-            child.wait()
+            with child.stdin:
+                with (
+                    child.stdout as lines,
+                    screen.screen(Console(), spec.title, spec.training.updates, as_json=request.as_json) as shown,
+                ):
+                    for line in lines:
+                        shown.show(json.loads(line))
+                child.wait()
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)

@@ -340,15 +340,12 @@ def _hypotheses(reading: Reading, arms: tuple[Arm, ...]) -> tuple[Hypothesis, ..
 
 
 def _assumptions(reading: Reading, wishes: Wishes, sizes: _Sizes, seeds: int, metric: Metric) -> tuple[Assumption, ...]:
-    is_stated = bool(wishes.updates) or not reading.counts.keys().isdisjoint({"episodes", "updates"})
     found = [
         Assumption(
             text="Every run trains on the same number of episodes, whatever its level.",
             source=Source.USER if reading.names_same_episodes else Source.DEFAULT,
         ),
-        Assumption(
-            text=f"A run trains on {sizes.episodes} episodes.", source=Source.USER if is_stated else Source.DEFAULT
-        ),
+        Assumption(text=f"A run trains on {sizes.episodes} episodes.", source=_source_of_size(reading, wishes)),
         Assumption(
             text=f"A difference of at most {metric.margin:g} ({metric.unit}) is taken not to matter.",
             source=Source.DEFAULT,
@@ -374,9 +371,19 @@ def _assumptions(reading: Reading, wishes: Wishes, sizes: _Sizes, seeds: int, me
                 source=Source.DEFAULT,
             ),
         )
-    if "seeds" in reading.counts:
-        found.append(Assumption(text=f"{seeds} seeds per arm.", source=Source.USER))
+    if wishes.seeds or "seeds" in reading.counts:
+        source = Source.USER if reading.counts.get("seeds") == seeds else Source.FLAG
+        found.append(Assumption(text=f"{seeds} seeds per arm.", source=source))
     return tuple(found)
+
+
+def _source_of_size(reading: Reading, wishes: Wishes) -> Source:
+    """Who says how many episodes a run trains on; where question and flag agree, the question does."""
+    if "episodes" in reading.counts or (
+        "updates" in reading.counts and wishes.updates in {None, reading.counts["updates"]}
+    ):
+        return Source.USER
+    return Source.FLAG if wishes.updates else Source.DEFAULT
 
 
 def _int(settings: Mapping[str, Level | None], path: str) -> int:

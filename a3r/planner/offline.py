@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from a3r.errors import QuestionError
 from a3r.planner.catalogue import Catalogue, Game, Knob
 from a3r.prereg.plan import Direction, Level, MetricKind
-from vibe.numbers import WORDS as NUMBER_WORDS
+from vibe import numbers
 
 _NUMBER = re.compile(
     r"(?P<minus>(?<![\w.])[-−](?=[\d.])|(?<![\w-])(?:minus|negative)\s+)?"
     r"(?:(?<![\w.])(?P<digits>\d+(?:,\d{3})+(?![\d,])|(?:\d+(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?)(?P<percent>\s?%)?(?![\w]|\.\d)"
-    rf"|(?<![\w-])(?P<word>{'|'.join(sorted(NUMBER_WORDS, key=len, reverse=True))})(?![\w-]))"
+    rf"|(?<![\w-])(?P<word>{numbers.WORDED})(?![\w-]))"
 )
 _REACH = re.compile(
     r"\b(?:reach(?:es|ing|ed)?|gets? to|getting to|hits?|attains?|threshold|until|episodes to)"
@@ -140,6 +140,10 @@ def read(question: str, catalogue: Catalogue) -> Reading:
     metric, threshold, assumed = _metric(text, game, catalogue, read_as)
     counts = _counts(text, read_as)
     mentions = _mentions(text, catalogue.knobs(game))
+    if odd := numbers.not_read(text.left, ((start, end) for _, start, end in _numbers(text.left))):
+        raise _refusal(
+            f"{odd[0]} is no plain number; write it as 8, 0.5, 1e-3 or 50 %, and two levels as 8 against 4", catalogue
+        )
     _attach_numbers(text, mentions, catalogue)
     _attach_words(text, mentions, catalogue.knobs(game))
     factor, controls = _factor(mentions, catalogue, game)
@@ -232,9 +236,9 @@ def _metric(
 def _numbers(text: str) -> Iterator[tuple[float, int, int]]:
     """Every number, in digits or as a word, with its place; those of `one` factor or `the one` are no numbers."""
     for match in _NUMBER.finditer(text):
-        if match["word"] == "one":
+        if match["word"] == "one" or not numbers.stands_alone(text, match.start(), match.end()):
             continue
-        value = float(match["digits"].replace(",", "")) if match["digits"] else float(NUMBER_WORDS[match["word"]])
+        value = numbers.value_of(match["digits"] or match["word"])
         value = value / 100 if match["percent"] else value
         yield (-value if match["minus"] else value), match.start(), match.end()
 
@@ -317,6 +321,16 @@ def _factor(mentions: list[_Mention], catalogue: Catalogue, game: Game) -> tuple
         raise _refusal(f"the question varies {both}; a study varies one factor and fixes the rest", catalogue)
     if several:
         return several[0], {mention.knob.path: mention.distinct()[0] for mention in single}
+    if len(mentions) > 1:
+        named = " and ".join(
+            f"{mention.knob.label} "
+            + (f"at {shown(mention.distinct()[0])}" if mention in single else "without a level")
+            for mention in mentions
+        )
+        raise _refusal(
+            f"the question names {named}; a question compares one factor, so give one of them two levels or more",
+            catalogue,
+        )
     if single:
         knob, level = single[0].knob, single[0].distinct()[0]
         raise _refusal(

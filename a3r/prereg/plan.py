@@ -51,9 +51,12 @@ class Direction(StrEnum):
 
 
 class Source(StrEnum):
-    """Who an assumption comes from."""
+    """Where an assumption comes from."""
 
     USER = "user"
+    """The question says so."""
+    FLAG = "flag"
+    """The command line does."""
     DEFAULT = "default"
 
 

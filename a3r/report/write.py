@@ -31,6 +31,7 @@ STRENGTHS: Mapping[ClaimStrength, str] = {
     ClaimStrength.DESCRIPTIVE: "Descriptive: what was seen in these runs, and no more.",
 }
 """What each strength means, strongest first."""
+ORIGINS: Mapping[Source, str] = {Source.USER: "question", Source.FLAG: "command line", Source.DEFAULT: "default"}
 
 
 def slots_of(bundle: Bundle, title: str, checked: Checked) -> Slots:
@@ -88,8 +89,7 @@ def _question(bundle: Bundle) -> Section:
         ("game", "{{f:title}}, template version {{f:template_version}}, start weights {{f:start_weights}}"),
     ]
     assumed = tuple(
-        (f"{{{{f:assumption/{index}}}}}", "question" if each.source is Source.USER else "default")
-        for index, each in enumerate(plan.assumptions)
+        (f"{{{{f:assumption/{index}}}}}", ORIGINS[each.source]) for index, each in enumerate(plan.assumptions)
     )
     return Section(
         "question",

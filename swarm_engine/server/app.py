@@ -21,12 +21,13 @@ from swarm_engine.errors import (
     WrongHostError,
 )
 from swarm_engine.server.auth import HostCheck, Role, Tokens
-from swarm_engine.server.engine import Engine, engine_version
+from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import ClaimRequest, LiveEpisode, Script
 from swarm_engine.server.inference import PREFIX, InferenceApp, Receive, Scope, Send, send_json, wait_until_gone
 from swarm_engine.server.journal import Event
 from swarm_engine.server.models import Abort, Claim, End, ExportRequest
 from swarm_engine.types import ClaimReason
+from swarm_engine.version import installed_version
 
 CONTROL = "/swarm/v1"
 KEEP_ALIVE_S = 15.0
@@ -73,7 +74,7 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
     """The control routes of an engine."""
     app = FastAPI(
         title="Swarm engine",
-        version=engine_version(),
+        version=installed_version(),
         description="Control of a swarm engine. Inference routes live under each episode's base_url.",
         docs_url=None,
         redoc_url=None,

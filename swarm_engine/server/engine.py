@@ -8,19 +8,19 @@ nobody foresaw ends in FAILED with the reason, never in a log line alone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm_engine.config import EngineConfig, Merge
+from swarm_engine.config import EngineConfig, Merge, TrainerConfig
 from swarm_engine.errors import (
     BadRequestError,
     CheckpointError,
@@ -36,7 +36,7 @@ from swarm_engine.seeding import derive_seed
 from swarm_engine.server.auth import KeyRing
 from swarm_engine.server.journal import BatchWrite, EventWrite, Journal, MetaWrite, Write, dumps
 from swarm_engine.server.loaded import Loaded
-from swarm_engine.server.pool import Pool
+from swarm_engine.server.pool import Pool, PoolCounts
 from swarm_engine.server.roster import Roster, episode_records
 from swarm_engine.server.states import check_transition
 from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink
@@ -44,6 +44,7 @@ from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.tracker import EpisodeRecord
 from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Mode
+from swarm_engine.version import installed_version
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +65,6 @@ MANIFEST = "manifest.json"
 policies_ready: TypeAdapter[PolicyReady] = TypeAdapter(PolicyReady)
 
 
-def engine_version() -> str:
-    """The distribution's version."""
-    try:
-        return version("a3r")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 class Engine:
     """One run folder's engine. `open` it before anything else."""
 
@@ -90,6 +83,7 @@ class Engine:
         """Where clients reach this server; set when it listens."""
         self._worker_command = worker_command
         self._config: EngineConfig | None = None
+        """The last one started with; None before the run folder's first start."""
         self._link: WorkerLink | None = None
         """There from the beginning of a boot on."""
         self._loaded: Loaded | None = None
@@ -123,8 +117,11 @@ class Engine:
             writes += [MetaWrite("server_id", server_id), MetaWrite("secret", secret), MetaWrite("created", created)]
         self.server_id = server_id
         self.created = datetime.fromisoformat(created)
+        if config := journal.meta("config"):
+            with contextlib.suppress(ValidationError):  # `start` says which part of it is not valid any more
+                self._config = EngineConfig.model_validate_json(config)
         self.roster = Roster(journal, KeyRing(secret), self._gate, self._after_change, self._fail)
-        writes.append(EventWrite.of("server", server_id=server_id, version=engine_version()))
+        writes.append(EventWrite.of("server", server_id=server_id, version=installed_version()))
         if (before := journal.last_state()) not in (None, EngineState.OFFLINE):
             cause = "the server ended without stopping the engine"
             writes.append(EventWrite.of("state", **{"from": before, "to": EngineState.OFFLINE, "cause": cause}))
@@ -481,8 +478,8 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """What `GET /status` answers."""
         loaded, config = self._loaded, self._config
-        counts = loaded.pool.counts() if loaded else None
         trainer = config.trainer if config else None
+        counts = loaded.pool.counts() if loaded else self._kept(trainer) if trainer else None
         step = loaded.step if loaded else self.journal.last_step()
         update = None
         if self._update_started is not None:
@@ -508,9 +505,15 @@ class Engine:
             "clients": self.roster.clients(),
             "running": self.roster.num_running,
             "server_id": self.server_id,
-            "version": engine_version(),
+            "version": installed_version(),
             "last_seq": self.journal.last_seq,
         }
+
+    def _kept(self, trainer: TrainerConfig) -> PoolCounts:
+        """What the journal holds for the next start."""
+        pool = Pool(trainer.group_size, trainer.tasks_per_update)
+        pool.restore(self.journal.kept(), {}, 0, {})
+        return pool.counts()
 
     def _unavailable(self) -> EngineUnavailableError:
         if self._closing.is_set():

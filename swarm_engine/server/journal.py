@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm_engine.errors import JournalError
+from swarm_engine.server.pool import PooledEpisode, Seat
 from swarm_engine.types import BatchRecord, Mode
 
 SCHEMA_VERSION = 2
@@ -384,6 +385,14 @@ class Journal:
         """Completed episodes that no batch has taken, in order of places."""
         rows = self._read(_EPISODE_COLUMNS + " WHERE is_pooled = 1 AND step IS NULL ORDER BY position, place")
         return [_episode_row(row) for row in rows]
+
+    def kept(self) -> list[PooledEpisode]:
+        """The same episodes as the next batch sees them, without what they hold."""
+        rows = self._read(
+            "SELECT episode_id, group_id, task_id, place, attempt, position, rewards FROM episodes"
+            " WHERE is_pooled = 1 AND step IS NULL ORDER BY position, place"
+        )
+        return [PooledEpisode(episode_id, Seat(*seat), json.loads(rewards)) for episode_id, *seat, rewards in rows]
 
     def episodes_of(self, record: BatchRecord) -> list[EpisodeRow]:
         """The episodes of a batch, in its order."""

@@ -9,15 +9,14 @@ from pydantic import BaseModel, Field, StringConstraints
 from swarm_engine.types import Mode, Outcome
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=500)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_REWARD = 1e9
 """Baselines and deviations square rewards; far larger ones would overflow there, after they are on record."""
-Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 TokenId = Annotated[int, Field(ge=0)]
 MAX_WAIT_S = 60.0
 
 
-class Body(BaseModel, frozen=True, extra="forbid"):
+class Body(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Base of the request bodies."""
 
 
@@ -58,7 +57,7 @@ class End(Body):
     """A bare number goes to every agent; null where it can't be judged."""
     step_rewards: list[StepReward] = Field(default_factory=list)
     outcome: Outcome
-    metrics: dict[Name, Finite] = Field(default_factory=dict)
+    metrics: dict[Name, float] = Field(default_factory=dict)
 
 
 class Abort(Body):

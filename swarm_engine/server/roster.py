@@ -28,7 +28,7 @@ from swarm_engine.server.auth import KeyRing
 from swarm_engine.server.episodes import ClaimRequest, LiveEpisode, check_scripts
 from swarm_engine.server.journal import EpisodeRow, EventWrite, Journal, UnpoolWrite, Write, dumps
 from swarm_engine.server.loaded import Loaded
-from swarm_engine.server.pool import PooledEpisode, Seat, is_judged
+from swarm_engine.server.pool import Seat, is_judged
 from swarm_engine.tracker.tracker import EpisodeRecord, EpisodeTracker
 from swarm_engine.types import DEFAULT_AGENT, BatchRecord, ClaimReason, Episode, Mode, Outcome
 
@@ -102,14 +102,8 @@ class Roster:
         self._num_unjudged = self._num_abandoned = 0
         rows = self._journal.open_episodes()
         self._completed = {row.episode_id: episode_records.validate_json(row.record).episode for row in rows}
-        pooled = [
-            PooledEpisode(
-                row.episode_id, Seat(row.group_id, row.task_id, row.place, row.attempt, row.position), row.rewards
-            )
-            for row in rows
-        ]
         journal = self._journal
-        loaded.pool.restore(pooled, journal.closed_groups(), journal.next_position(), journal.loose_groups())
+        loaded.pool.restore(journal.kept(), journal.closed_groups(), journal.next_position(), journal.loose_groups())
 
     def close(self, reason: str, error: SwarmEngineError) -> None:
         """The engine is gone: episodes that run are lost, claims that wait are refused, completed ones stay on disk."""

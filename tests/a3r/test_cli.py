@@ -129,6 +129,10 @@ def test_a_run_and_its_picture_are_json_lines_with_the_result_last(tmp_path):
         assert curves == {"event": "curves", "path": str(tmp_path / "c.png")}
         assert again == result
         assert result["event"] == "result"
+    done = a3r(tmp_path, "show", runs[0], "--home", str(tmp_path / "home"), "--plot", str(tmp_path / "no" / "c.png"))
+    assert done.returncode == 2
+    assert f"there is no folder {tmp_path / 'no'}; make it" in done.stderr
+    assert not (tmp_path / "no").exists()
 
 
 def test_the_database_may_lie_elsewhere(tmp_path):
@@ -178,6 +182,15 @@ def test_runs_of_an_empty_home_say_how_to_make_one(tmp_path):
     done = a3r(tmp_path, "runs")
     assert done.returncode == 0
     assert "No runs yet" in done.stdout
+
+
+def test_runs_of_a_template_that_has_none_say_which_have_some(tmp_path):
+    with open_database(home=tmp_path / ".a3r") as database, database.write() as session:
+        for template in ("tictactoe", "nim", "tictactoe"):
+            create_single_run(session, "vibe", "Play", template, {})
+    done = a3r(tmp_path, "runs", "--template", "nope")
+    assert done.stdout == "No run is of the template 'nope'. These have runs: nim (1), tictactoe (2)\n"
+    assert json.loads(a3r(tmp_path, "runs", "--template", "nope", "--json").stdout)["runs"] == []
 
 
 def test_comparing_one_run_is_refused(tmp_path):

@@ -60,6 +60,8 @@ READ = [
      "trainer.group_size", (8, 4), 4, AREA, Direction.BETTER),
     ("Does a KL penalty of 10% learn tictactoe faster than 0 at the same learning rate?", "tictactoe",
      "trainer.kl_weight", (0.1, 0.0), 0.0, AREA, Direction.BETTER),
+    ("Does a group size of ٤ learn tictactoe faster than thirty-two?", "tictactoe",
+     "trainer.group_size", (4, 32), 32, AREA, Direction.BETTER),
 ]  # fmt: skip
 
 
@@ -112,6 +114,19 @@ REFUSED = [
     ("Does a temperature of 0.7 learn tic-tac-toe faster than 1?", "belongs to no factor"),
     ("Do 9 holes or 30 holes change the final reward on gridwalk?", "from 0 to 21"),
     ("Does grpo learn tictactoe faster than ppo?", "no factor"),
+    ("Does group size or learning rate change the final reward on tictactoe?",
+     "names group size without a level and learning rate without a level; a question compares one factor"),
+    ("Does a group size of 8 or a learning rate of 0.002 learn tictactoe faster?",
+     "names group size at 8 and learning rate at 0.002; a question compares one factor"),
+    ("Does group size change the final reward on tictactoe with a learning rate of 0.002?",
+     "names group size without a level and learning rate at 0.002"),
+    ("Does a group size of 8/2 learn tic-tac-toe faster than 4?", "8/2 is no plain number"),
+    ("Does a group size of 8 / 2 learn tic-tac-toe faster than 4?", "8 / 2 is no plain number"),
+    ("Does a group size of 4 or ²0 or 8 learn tic-tac-toe faster?", "²0 is no plain number"),
+    ("Does a group size of 4, 8 or 16½ learn tic-tac-toe faster?", "16½ is no plain number"),
+    ("Does a group size of 4, 8 or 1k learn tic-tac-toe faster?", "1k is no plain number"),
+    ("Does a group size of 8 learn tic-tac-toe faster than 4 with 3½ seeds?", "3½ is no plain number"),
+    ("Does a learning rate of 10⁻³ learn tic-tac-toe faster than 0.002 or 0.004?", "10⁻³ is no plain number"),
 ]  # fmt: skip
 
 
@@ -209,6 +224,19 @@ def test_the_command_line_has_the_last_word(plan_of):
     assert plan.level == pytest.approx(0.95)
 
 
+@pytest.mark.parametrize(
+    ("asked", "wishes", "seeds", "source"),
+    [
+        (" with 4 seeds", {}, 4, Source.USER),
+        (" with 4 seeds", {"seeds": 5}, 5, Source.FLAG),
+        ("", {"seeds": 5}, 5, Source.FLAG),
+    ],
+)
+def test_a_number_of_seeds_is_said_by_the_question_or_the_command_line(plan_of, asked, wishes, seeds, source):
+    plan = plan_of(f"Does a group size of 8 learn tictactoe faster than 4{asked}?", **wishes)
+    assert {each.text: each.source for each in plan.assumptions}[f"{seeds} seeds per arm."] is source
+
+
 def test_more_seeds_than_the_command_line_takes_are_refused(plan_of):
     with pytest.raises(QuestionError, match="100"):
         plan_of("Does a group size of 8 learn tic-tac-toe faster than 4 with 1000000 seeds?")
@@ -229,22 +257,36 @@ TASKS = "Does tic-tac-toe learn faster with 4 tasks per update than with 8"
 
 
 @pytest.mark.parametrize(
-    ("question", "wishes", "episodes", "between"),
+    ("question", "wishes", "source", "episodes", "between"),
     [
-        ("With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?", {}, 1280, 256),
-        ("With 1280 episodes and 20 updates, does a group size of 8 learn tictactoe faster than 4?", {}, 1280, 256),
-        ("With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?", {"updates": 20}, 1280, 256),
+        ("With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?", {}, Source.USER, 1280, 256),
+        (
+            "With 1280 episodes and 20 updates, does a group size of 8 learn tictactoe faster than 4?",
+            {},
+            Source.USER,
+            1280,
+            256,
+        ),
+        (
+            "With 1280 episodes, does a group size of 8 learn tictactoe faster than 4?",
+            {"updates": 20},
+            Source.USER,
+            1280,
+            256,
+        ),
         # Updates of 32 and 64 episodes: 960 are 30 and 15; 15 units of 64 are evaluated every 3.
-        (f"{TASKS} on 960 training episodes?", {}, 960, 192),
-        (f"{TASKS} in 15 updates?", {}, 960, 192),
-        (f"{TASKS}?", {"updates": 15}, 960, 192),
+        (f"{TASKS} on 960 training episodes?", {}, Source.USER, 960, 192),
+        (f"{TASKS} in 15 updates?", {}, Source.USER, 960, 192),
+        (f"{TASKS} in 15 updates?", {"updates": 15}, Source.USER, 960, 192),
+        (f"{TASKS} in 20 updates?", {"updates": 15}, Source.FLAG, 960, 192),
+        (f"{TASKS}?", {"updates": 15}, Source.FLAG, 960, 192),
     ],
 )
-def test_stated_episodes_and_updates_are_what_is_run(plan_of, question, wishes, episodes, between):
+def test_stated_episodes_and_updates_are_what_is_run(plan_of, question, wishes, source, episodes, between):
     plan = plan_of(question, **wishes)
     assert (plan.controls.episodes, plan.controls.episodes_between_evaluations) == (episodes, between)
     sources = {each.text: each.source for each in plan.assumptions}
-    assert sources[f"A run trains on {episodes} episodes."] is Source.USER
+    assert sources[f"A run trains on {episodes} episodes."] is source
     assert check(plan, num_studies=20).failures == ()
 
 

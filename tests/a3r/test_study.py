@@ -404,6 +404,15 @@ def test_the_command_that_repeats_a_study_says_all_that_was_wished_and_runs_noth
     assert shlex.split(line, comments=True)[:3] == ["cd", str(project), "&&"]
 
 
+def test_the_report_says_what_the_command_line_set_and_what_the_question_asked_for(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)  # with --updates 5, of 64 episodes each
+    lab.go(study)
+    report = (lab.deps.home.study(study).report / "report.md").read_text()
+    assert "| A run trains on 320 episodes. | command line |" in report
+    assert "| Every run trains on the same number of episodes, whatever its level. | question |" in report
+
+
 def test_text_from_the_user_and_from_logs_is_escaped(lab_in):
     lab = lab_in({"group_size=8": {"fail_seeds": [1]}})
     question = EXAMPLE + " <script>alert()</script> | **bold** [x](javascript:y)"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -102,22 +104,59 @@ def test_watch_with_json_prints_one_event_a_line(engine: Served) -> None:
         process.terminate()
 
 
-def test_watch_shows_a_table_until_the_server_goes_away(tmp_path: Path) -> None:
+def watch(served: Served, stdout: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "swarm_engine.cli", "watch", "--run-dir", str(served.run_dir)]
+    env = {**os.environ, "COLUMNS": "120"}
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def train_once(served: Served) -> None:
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        for _ in range(4):
+            client.episode("t").end(reward=1.0)
+
+
+def test_watch_shows_a_table_in_a_terminal_until_the_server_goes_away(tmp_path: Path) -> None:
     from conftest import serve_thread
 
+    ours, terminal = os.openpty()
+    shown = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the end of a terminal, on Linux
+            while more := os.read(ours, 4096):
+                shown.extend(more)
+
+    reader = threading.Thread(target=read)
+    reader.start()
     with serve_thread(tmp_path / "run") as served:
-        with served.client() as client:
-            client.start(SMALL, wait=True)
-        command = [sys.executable, "-m", "swarm_engine.cli", "watch", "--run-dir", str(served.run_dir)]
-        env = {**os.environ, "COLUMNS": "120"}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-        with served.client() as client:
-            for _ in range(4):
-                client.episode("t").end(reward=1.0)
+        process = watch(served, terminal)
+        os.close(terminal)
+        train_once(served)
         time.sleep(3.0)
-    out, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=30)
+    reader.join(30)
+    os.close(ours)
     assert process.returncode in (0, 1)
-    assert "state     ROLLING" in out
+    assert "state     ROLLING" in shown.decode()
+    assert "Traceback" not in err
+
+
+def test_watch_into_a_file_prints_a_line_a_state_and_an_update_at_once(tmp_path: Path) -> None:
+    from conftest import serve_thread
+
+    lines: list[str] = []
+    with serve_thread(tmp_path / "run") as served, (tmp_path / "out").open("w") as file:
+        process = watch(served, file.fileno())
+        train_once(served)
+        deadline = time.monotonic() + 20
+        while len(lines) < 5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            lines = (tmp_path / "out").read_text().splitlines()
+    _, err = process.communicate(timeout=30)
+    assert lines[:2] == ["BOOTING: start", "ROLLING: booted at step 0"]
+    assert {line.partition(":")[0] for line in lines[2:]} >= {"ROLLING_POST", "WEIGHT_SYNCING", "step 1"}
     assert "Traceback" not in err
 
 

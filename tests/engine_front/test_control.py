@@ -221,6 +221,17 @@ def test_a_reward_that_is_no_number_to_learn_from_is_refused(engine: Served, num
         episode.abort()
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_a_time_that_is_not_finite_is_refused_as_such(engine: Served, number: str) -> None:
+    for field in ("lease_s", "wait_s"):
+        body = f'{{"client_id": "c", "task_id": "t", "{field}": {number}}}'
+        answer = ask(engine, "POST", "/episodes", body.encode())
+        assert error_of(answer) == (422, "invalid")
+        assert f"{field}: Input should be a finite number" in answer.json()["error"]["message"]
+    answer = ask(engine, "POST", "/engine/start", f'{{"lease_s": {number}}}'.encode())
+    assert "lease_s: Input should be a finite number" in answer.json()["error"]["message"]
+
+
 def test_a_body_with_an_unknown_field_or_without_a_needed_one_is_refused_by_name(engine: Served) -> None:
     answer = ask(engine, "POST", "/episodes", claim_body(colour="red"))
     assert error_of(answer) == (422, "invalid")

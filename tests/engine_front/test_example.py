@@ -19,3 +19,10 @@ def test_the_direct_example_trains_in_at_most_forty_lines(serving: Callable[...,
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, shown.stderr
     assert [line.split()[0] for line in shown.stdout.splitlines()] == ["1", "2"]
+
+
+def test_the_direct_example_without_its_argument_says_what_it_takes() -> None:
+    shown = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True)
+    assert shown.returncode == 1
+    assert "python examples/direct.py .a3r/swarm" in shown.stderr
+    assert "Traceback" not in shown.stderr

@@ -140,6 +140,23 @@ def test_a_stopped_engine_goes_on_with_what_it_had(serving: Callable[..., Served
     assert check_journal(tmp_path / "run")
 
 
+def test_the_status_counts_kept_episodes_while_nothing_is_started(tmp_path: Path) -> None:
+    with serve_thread(tmp_path / "run") as first, first.client() as client:
+        assert client.status().pool.targets["episodes"] == 0
+        client.start(CONFIG, wait=True)
+        play(client, "a", "b", "c")
+        wait_for_step(client, 1)
+        with client.episode("d") as half:
+            half.end(reward=0.0)
+        rolling = client.status().pool
+        assert (rolling.episodes, rolling.tasks, rolling.targets["episodes"]) == (3, 1, 4)
+        assert client.stop().pool == rolling
+    with serve_thread(tmp_path / "run") as second, second.client() as client:
+        assert client.status().pool == rolling
+        client.start(wait=True)
+        assert client.status().pool == rolling
+
+
 def test_another_start_in_the_same_folder_keeps_tokens_and_name_and_says_what_is_lost(tmp_path: Path) -> None:
     with serve_thread(tmp_path / "run") as first, first.client() as client:
         client.start(CONFIG, wait=True)

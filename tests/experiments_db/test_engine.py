@@ -314,6 +314,8 @@ def test_our_own_mistakes_are_not_blamed_on_the_disk(database: Database) -> None
 def test_a_home_that_a_url_can_not_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="holds a question mark"):
         open_database(home=tmp_path / "really?")
+    with pytest.raises(UnavailableError, match="holds a question mark"):
+        home_folder(tmp_path / "really?" / "here")
 
 
 @pytest.mark.parametrize("name", ["with blank", "100%", "a#b", "é漢", "a&b=c"])

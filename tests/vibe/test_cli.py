@@ -91,6 +91,14 @@ def test_bad_input_is_refused_in_words(words: list[str], said: str, tmp_path: Pa
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_home_that_no_database_can_be_in_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    code, out, said = vibe(tmp_path / "really?", "new", SENTENCE)
+    assert code == 1
+    assert out == ""
+    assert "really? holds a question mark; set A3R_HOME to a folder without one" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 def test_train_ends_with_its_result_and_rows_for_everything(tmp_path: Path) -> None:
     code, out, said = vibe(tmp_path, "train", SENTENCE, "--updates", "2", *TINY, "--json")

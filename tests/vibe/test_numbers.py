@@ -45,6 +45,41 @@ def test_numbers_of_different_things_stay_apart() -> None:
     assert [number.is_size for number in found] == [False, False, False, True]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "8/2",
+        "8 / 2",
+        "20½",
+        "½",
+        "²0",
+        "20²",
+        "10⁻³",
+        "Ⅳ",
+        "2^3",
+        "10:30",
+        "20k",
+        "1e3",
+        "1_000",
+        "1.5.2",
+        ".5",
+        "2½x3",
+    ],
+)
+def test_what_is_no_plain_number_is_listed_whole_and_not_read_in_part(text: str) -> None:
+    sentence = f"The 7 robots take {text}. They win (4x4)"
+    found = numbers.find(sentence)
+    assert [number.values for number in found] == [(7,), (4, 4)]
+    assert numbers.not_read(sentence, [(number.start, number.end) for number in found]) == [text]
+
+
+def test_names_and_plain_numbers_are_not_listed() -> None:
+    text = "player2 and v1.2 take 3-4 stones, 1,000 coins, ٣ eggs, a 3rd turn and 20% or 5. Then 6"
+    found = numbers.find(text)
+    assert [value for number in found for value in number.values] == [3, 4, 1000, 3, 3, 20, 5, 6]
+    assert numbers.not_read(text, [(number.start, number.end) for number in found]) == []
+
+
 @pytest.mark.parametrize("text", ["someone", "often", "weight", "tent", "none", "player2", "v1.2.3b"])
 def test_a_number_inside_a_word_is_none(text: str) -> None:
     assert all(number.text in {"1.2", "3"} for number in numbers.find(text))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,14 +24,23 @@ def spec_of(description: str) -> ProjectSpec:
 
 
 @pytest.mark.parametrize("template", library.names())
-def test_every_template_becomes_a_project_whose_own_tests_pass(template: str, tmp_path: Path) -> None:
-    spec = spec_of(library.load(template).examples[0])
-    render.write(render.render(spec), tmp_path / "game")
-    tested = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
-        cwd=tmp_path / "game", capture_output=True, text=True,
-    )  # fmt: skip
-    assert tested.returncode == 0, tested.stdout[-2000:]
+def test_every_template_becomes_a_project_whose_readme_says_how_to_check_and_play_it(
+    template: str, tmp_path: Path
+) -> None:
+    files = render.render(spec_of(library.load(template).examples[0]))
+    render.write(files, tmp_path / "game")
+    _, _, section = files["README.md"].partition("## Check it, play it")
+    command, game, *_ = re.findall(r"(?:^    .*\n|^\n(?=    ))+", section.lstrip("\n"), re.MULTILINE)
+    assert command.split() == ["python", "-m", "pytest", "tests"]
+    checked = subprocess.run(
+        [sys.executable, *command.split()[1:]], cwd=tmp_path / "game", capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout[-2000:]
+    played = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(game)], cwd=tmp_path / "game", capture_output=True, text=True
+    )
+    assert played.returncode == 0, played.stderr
+    assert played.stdout.strip()
 
 
 @pytest.mark.parametrize("template", library.names())
