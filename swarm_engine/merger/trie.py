@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,23 @@ def build_trie(sequences: Sequence[Ints]) -> Trie:
     nodes = _nodes(starts, shared, lengths)
     ends_U = np.repeat(np.array([node.end for node in nodes], np.int32), [node.stop - node.start for node in nodes])
     return Trie(tokens_U, depths_U, parents_U, ends_U, tuple(places), nodes)
+
+
+def lay_apart(sequences: Sequence[Ints]) -> Trie:
+    """The same sequences with nothing shared: what packing without padding is. None may be empty."""
+    lengths = [len(sequence) for sequence in sequences]
+    starts = np.cumsum([0, *lengths]).tolist()
+    runs = [np.arange(start, stop, dtype=np.int32) for start, stop in pairwise(starts)]
+    parents_U = np.arange(-1, starts[-1] - 1, dtype=np.int32)
+    parents_U[starts[:-1]] = -1
+    return Trie(
+        tokens_U=np.concatenate(sequences).astype(np.int32),
+        depths_U=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        parents_U=parents_U,
+        ends_U=np.repeat(np.array(starts[1:], np.int32), lengths),
+        places=tuple(runs),
+        nodes=tuple(Node(start, stop, stop) for start, stop in pairwise(starts)),
+    )
 
 
 def count_places(sequences: Sequence[Ints]) -> int:

@@ -11,14 +11,14 @@ which holds for any loss of the log-probabilities, whatever each copy's advantag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from swarm_engine.merger.trie import Trie, build_trie
+from swarm_engine.merger.trie import Ints, Trie, build_trie
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.trainer.scoring import Row, Scores, Targets, read_scores
 from swarm_engine.trainer.tree_attention import Memory, TreeAttention
@@ -33,9 +33,9 @@ class Tree:
     """Of the rows, row after row; their predictors are places of the trie."""
 
     @staticmethod
-    def of(rows: Sequence[Row]) -> Tree:
-        """Lay rows over each other."""
-        trie = build_trie([np.array(row.tokens[: row.num_computed], np.int32) for row in rows])
+    def of(rows: Sequence[Row], build: Callable[[Sequence[Ints]], Trie] = build_trie) -> Tree:
+        """Lay rows over each other; with `lay_apart` beside each other."""
+        trie = build([np.array(row.tokens[: row.num_computed], np.int32) for row in rows])
         predictors = [places[np.array(row.targets) - 1] for row, places in zip(rows, trie.places, strict=True)]
         return Tree(trie, Targets.of(rows, np.concatenate(predictors).astype(np.int64)))
 

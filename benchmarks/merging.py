@@ -1,0 +1,346 @@
+"""What is shared context worth? Forward and backward over the same calls, merged in every way there is.
+
+    python benchmarks/merging.py [--quick] [--sets NAME …] [--model small|nano] [--scale 0.25] [--repetitions 7]
+                                 [--json FILE]
+
+For each set of trajectories.py and each mode: tokens computed, CPU time of one thread, peak memory above start. Ratios
+are of medians over interleaved repetitions, with the interval of the paired ratios; beside them stands the limit that
+the floating-point operations alone would allow. Modes:
+
+- `padded`: calls of alike length side by side, with padding;
+- `packed`: calls one after the other in rows without padding, nothing shared;
+- `token`: the same, after a call whose context continues another has taken that one in;
+- `tree`: every distinct prefix once.
+
+The model is a Qwen3 of hidden size 256 with 6 layers and random weights, or nano. Every mode has the same kernels, the
+same output head on the tokens with a loss alone, and the same bound on tokens at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import torch
+from rows import Row, write_rows
+from trajectories import SETS, VOCAB_SIZE, Batch, group
+
+from experiments_db.intervals import Interval, t_interval
+from swarm_engine.config import Merge
+from swarm_engine.merger import merge
+from swarm_engine.merger.trie import Node, lay_apart
+from swarm_engine.models import resolve
+from swarm_engine.models.decoder import Decoder, DecoderConfig
+from swarm_engine.models.loading import load_policy
+from swarm_engine.trainer.grpo import trained_row
+from swarm_engine.trainer.tree import Tree
+from swarm_engine.trainer.units import Overlaid, SideBySide, Unit, plan_units
+from swarm_engine.types import Span, Timeline
+
+SMALL = {
+    "model_type": "qwen3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+}
+MAX_TOKENS = 16384
+"""At once, in every mode."""
+MIN_SHARE_OF_LIMIT, MIN_UNIQUE = 0.9, 5000
+"""What is promised of the tree against the limit, and from how many distinct tokens on."""
+MIN_AGAINST_PACKED = {"react x8": 10.0, "compaction x8": 7.0, "thinking x8": 5.0}
+MIN_AGAINST_TOKEN = {"thinking x8": 5.0, "thinking agents x8": 2.8}
+MIN_AGAINST_BEST = 0.97
+"""Which the interval of the ratio includes or exceeds, on every set."""
+MAX_MEMORY_SHARE = 1 / 3
+QUICK_SETS = ("react x1", "thinking x1", "compaction x1", "wide group x16")
+MEMORY_SETS = ("react x1", "thinking x1", "compaction x1")
+
+
+class Mode(StrEnum):
+    """How calls are computed."""
+
+    PADDED = "padded"
+    PACKED = "packed"
+    TOKEN = "token"
+    TREE = "tree"
+
+
+def timelines_of(batch: Batch) -> list[list[Timeline]]:
+    """Every call as a timeline of its own, by episode."""
+    return [
+        [
+            Timeline(
+                policy="policy",
+                agent="main",
+                tokens=turn.context + turn.reply,
+                spans=(
+                    Span(
+                        start=len(turn.context),
+                        call_id=f"{number}-{index}",
+                        logprobs=(-1.0,) * len(turn.reply),
+                        policy_versions=(0,) * len(turn.reply),
+                        temperature=1.0,
+                    ),
+                ),
+            )
+            for index, turn in enumerate(turns)
+        ]
+        for number, turns in enumerate(batch.episodes)
+    ]
+
+
+def plan(batch: Batch, mode: Mode) -> list[Unit]:
+    """What a mode computes, unit by unit."""
+    how = Merge.TOKEN if mode is Mode.TOKEN else Merge.NONE
+    merged = [line for lines in timelines_of(batch) for line in merge(lines, how)]
+    rows = [trained_row(line, 0.0, 0.0).row for line in merged]
+    match mode:
+        case Mode.PADDED:
+            return plan_units(rows, Merge.NONE, MAX_TOKENS)
+        case Mode.TREE:
+            return plan_units(rows, Merge.TREE, MAX_TOKENS)
+        case Mode.PACKED | Mode.TOKEN:
+            return [
+                Overlaid(tuple(places), Tree.of([rows[place] for place in places], lay_apart), MAX_TOKENS)
+                for places in bins([row.num_computed for row in rows], MAX_TOKENS)
+            ]
+
+
+def bins(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Places of lengths in rows of at most `size`, each into the first that has room, longest first."""
+    found: list[list[int]] = []
+    room: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        fits = next((number for number, left in enumerate(room) if lengths[place] <= left), None)
+        if fits is None:
+            found.append([])
+            room.append(max(size, lengths[place]))
+            fits = len(found) - 1
+        found[fits].append(place)
+        room[fits] -= lengths[place]
+    return found
+
+
+def small_model() -> Decoder:
+    """The model of the promises."""
+    model = Decoder(DecoderConfig.from_json(SMALL))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    return model
+
+
+def nano_model() -> Decoder:
+    """The embedded one; token ids are folded into its vocabulary."""
+    return load_policy(resolve("nano-tictactoe", Path("no-model-root"))).model
+
+
+def compute(model: Decoder, units: Sequence[Unit]) -> float:
+    """Forward and backward over all units; returns CPU seconds."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    start = time.process_time()
+    for unit in units:
+        scored = unit.score(model)
+        scored.backward(scored.scores.logprobs_N.mean())
+    return time.process_time() - start
+
+
+def flops(model: Decoder, units: Sequence[Unit]) -> float:
+    """Floating-point operations of forward and backward: matrices, attention of what is seen, head where it is read."""
+    config = model.config
+    matrices = sum(
+        p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name not in ("embedding", "head")
+    )
+    total = 0.0
+    for unit in units:
+        nodes, num_read = shape_of(unit)
+        pairs = sum(
+            (node.stop - node.start) * ((node.stop - node.start + 1) / 2 + node.end - node.stop) for node in nodes
+        )
+        num_tokens = sum(node.stop - node.start for node in nodes)
+        total += 6 * matrices * num_tokens
+        total += 14 * config.num_layers * config.num_heads * config.head_dim * pairs
+        total += 6 * config.hidden_size * config.vocab_size * num_read
+    return total
+
+
+def shape_of(unit: Unit) -> tuple[Sequence[Node], int]:
+    """The runs of a unit, and at how many tokens it reads logits."""
+    if isinstance(unit, Overlaid):
+        return unit.tree.trie.nodes, len(torch.unique(unit.tree.targets.predictors_N))
+    assert isinstance(unit, SideBySide)
+    width = max(row.num_computed for row in unit.rows)
+    return [Node(0, width, width)] * len(unit.rows), sum(len(row.targets) for row in unit.rows)
+
+
+def peak_memory(model: Decoder, units: Sequence[Unit]) -> float | None:
+    """Highest memory of this process above start, in MiB; None where the system does not tell."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    try:
+        reset.write_text("5")
+        before = field_of(status, "VmRSS")
+        for unit in units:
+            scored = unit.score(model)
+            scored.backward(scored.scores.logprobs_N.mean())
+        return (field_of(status, "VmHWM") - before) / 1024
+    except OSError:
+        return None
+
+
+def field_of(status: Path, name: str) -> int:
+    """A field of /proc/self/status, in KiB."""
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One set in every mode."""
+
+    batch: Batch
+    units: dict[Mode, list[Unit]]
+    times_s: dict[Mode, list[float]]
+    memory: dict[Mode, float | None]
+    flops: dict[Mode, float]
+
+    def num_tokens(self, mode: Mode) -> int:
+        """Tokens that the model reads, padding left out."""
+        return sum(unit.num_computed for unit in self.units[mode])
+
+    def ratio(self, mode: Mode) -> Interval:
+        """How many times as long as the tree a mode takes: of the medians, with the interval of the paired ratios."""
+        pairs = [one / tree for one, tree in zip(self.times_s[mode], self.times_s[Mode.TREE], strict=True)]
+        spread = t_interval(pairs)
+        assert spread, "there is at least one repetition"
+        ratio = statistics.median(self.times_s[mode]) / statistics.median(self.times_s[Mode.TREE])
+        return Interval(ratio, spread.low, spread.high, len(pairs))
+
+    def limit(self, mode: Mode) -> float:
+        """The ratio that the operations alone would allow."""
+        return self.flops[mode] / self.flops[Mode.TREE]
+
+
+def measure(model: Decoder, batch: Batch, num_repetitions: int) -> Measured:
+    """Compute a batch in every mode, turn by turn."""
+    units = {mode: plan(batch, mode) for mode in Mode}
+    for some in units.values():
+        fold(some, model.config.vocab_size)
+    memory = {mode: peak_memory(model, units[mode]) for mode in Mode}
+    times: dict[Mode, list[float]] = {mode: [] for mode in Mode}
+    for number in range(num_repetitions):
+        for mode in Mode if number % 2 == 0 else reversed(Mode):
+            times[mode].append(compute(model, units[mode]))
+    return Measured(batch, units, times, memory, {mode: flops(model, units[mode]) for mode in Mode})
+
+
+def fold(units: Sequence[Unit], vocab_size: int) -> None:
+    """Bring token ids into a smaller vocabulary; what is shared stays shared."""
+    for unit in units:
+        if isinstance(unit, Overlaid):
+            np.mod(unit.tree.trie.tokens_U, vocab_size, out=unit.tree.trie.tokens_U)
+            unit.tree.targets.labels_N.remainder_(vocab_size)
+
+
+def rows_of(found: Measured, *, is_quick: bool) -> Iterator[Row]:
+    """Everything of one set."""
+    name = found.batch.name
+    for mode in Mode:
+        times, memory = found.times_s[mode], found.memory[mode]
+        n = len(times)
+        yield Row(name, f"{mode}, tokens", found.num_tokens(mode), "tokens", None, None, 1, is_quick)
+        yield Row(name, f"{mode}, CPU time", statistics.median(times), "s", None, None, n, is_quick)
+        if memory is not None:
+            yield Row(name, f"{mode}, peak memory", memory, "MiB", None, None, 1, is_quick)
+        if mode is not Mode.TREE:
+            ratio = found.ratio(mode)
+            yield Row(name, f"{mode} / tree", ratio.mean, "", ratio.low, ratio.high, n, is_quick)
+            yield Row(name, f"{mode} / tree, limit", found.limit(mode), "", None, None, 1, is_quick)
+
+
+def promises(found: Measured) -> Iterator[tuple[bool, str]]:
+    """What is promised of one set, each with whether it is kept."""
+    name = found.batch.name
+    packed = found.ratio(Mode.PACKED).mean
+    share = packed / found.limit(Mode.PACKED)
+    if found.num_tokens(Mode.TREE) >= MIN_UNIQUE:
+        yield share >= MIN_SHARE_OF_LIMIT, f"{name}: {share:.2f} of the limit, at least {MIN_SHARE_OF_LIMIT}"
+    for mode, least in ((Mode.PACKED, MIN_AGAINST_PACKED), (Mode.TOKEN, MIN_AGAINST_TOKEN)):
+        if name in least:
+            ratio = found.ratio(mode).mean
+            yield ratio >= least[name], f"{name}: {ratio:.2f} times as fast as {mode}, at least {least[name]}"
+    best = min((mode for mode in Mode if mode is not Mode.TREE), key=lambda mode: found.ratio(mode).mean)
+    high = found.ratio(best).high
+    high = found.ratio(best).mean if high is None else high
+    yield high >= MIN_AGAINST_BEST, f"{name}: up to {high:.2f} times as fast as {best}, at least {MIN_AGAINST_BEST}"
+    packed_memory, tree_memory = found.memory[Mode.PACKED], found.memory[Mode.TREE]
+    if name in MEMORY_SETS and packed_memory and tree_memory is not None:
+        part = tree_memory / packed_memory
+        yield part < MAX_MEMORY_SHARE, f"{name}: {part:.2f} of packed's peak memory, below {MAX_MEMORY_SHARE:.2f}"
+
+
+def show(row: Row) -> str:
+    """A row for people."""
+    interval = "" if row.ci_low is None or row.ci_high is None else f" [{row.ci_low:.2f}, {row.ci_high:.2f}]"
+    return f"{row.case:<20} {row.metric:<22} {row.value:10.2f}{interval} {row.unit}"
+
+
+def main() -> int:
+    """Run it; the exit code says nothing about the promises, the last lines do."""
+    parser = argparse.ArgumentParser(description="What is shared context worth?")
+    parser.add_argument("--quick", action="store_true", help="show within a minute that it runs")
+    parser.add_argument("--sets", nargs="+", choices=SETS, metavar="NAME", help=f"of {', '.join(SETS)}; default all")
+    parser.add_argument("--model", choices=("small", "nano"), default="small")
+    parser.add_argument("--scale", type=float, default=0.25, help="of all lengths")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    model = small_model() if args.model == "small" else nano_model()
+    scale, num_repetitions = (0.05, 1) if args.quick else (args.scale, args.repetitions)
+    rows: list[Row] = []
+    kept: list[tuple[bool, str]] = []
+    for name in args.sets or (QUICK_SETS if args.quick else SETS):
+        episode, size = SETS[name]
+        # The bad case is one by its proportions, so its lengths stay.
+        batch = group(name, episode, size, 1.0 if name.startswith("wide") and not args.quick else scale)
+        found = measure(model, batch, num_repetitions)
+        for row in rows_of(found, is_quick=args.quick):
+            rows.append(row)
+            print(show(row), flush=True)
+        kept += promises(found)
+        if args.json:
+            write_rows(rows, args.json)
+    if not args.quick and args.model == "small":
+        for is_kept, text in kept:
+            print("kept  " if is_kept else "MISSED", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
