@@ -231,6 +231,25 @@ def timelines(
 
 
 @app.command()
+def why_split(
+    episode: Annotated[str, typer.Argument(help="Episode id.")],
+    run_dir: RunDir = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
+) -> None:
+    """Say where the contexts of an episode part, and over what."""
+    found = ask(lambda client: client.timelines(episode), run_dir, url, token_file, as_json)
+    from swarm_engine.splits import find_splits, split_lines
+
+    splits = find_splits(found)
+    if as_json:
+        print(json.dumps({"event": "result", "splits": [asdict(split) for split in splits]}))
+        return
+    print("\n".join(split_lines(splits, len(found))))
+
+
+@app.command()
 def watch(
     run_dir: RunDir = None,
     url: Url = None,

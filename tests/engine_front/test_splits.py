@@ -1,0 +1,83 @@
+"""Why contexts of an episode part: by hand, and on what a real server recorded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from conftest import Served
+from typer.testing import CliRunner
+
+from swarm_engine.cli import app
+from swarm_engine.splits import Reason, find_splits, split_lines
+from swarm_engine.types import Mode
+
+
+def block(role: str, text: str, *, is_sampled: bool = False) -> dict[str, Any]:
+    """One token a letter."""
+    logprobs = [-0.5 if is_sampled else None] * len(text)
+    return {"role": role, "text": text, "token_ids": [ord(letter) for letter in text], "logprobs": logprobs}
+
+
+def line(*blocks: dict[str, Any], agent: str = "main") -> dict[str, Any]:
+    return {"agent": agent, "policy": "policy", "blocks": list(blocks)}
+
+
+ASK = block("user", "abc")
+REPLY = block("assistant", "xyz", is_sampled=True)
+FIRST = line(ASK, REPLY)
+
+
+@pytest.mark.parametrize(
+    ("later", "num_shared", "reason"),
+    [
+        (line(ASK, block("assistant", "xyw", is_sampled=True)), 5, Reason.ASKED_AGAIN),
+        (line(ASK, block("assistant", "z"), block("user", "d"), REPLY), 3, Reason.REPLY_REWRITTEN),
+        (line(ASK, block("user", "d"), REPLY), 3, Reason.REPLY_LEFT_OUT),
+        (line(block("user", "abd"), REPLY), 2, Reason.MESSAGE_CHANGED),
+        (line(block("system", "q"), ASK, REPLY), 0, Reason.NOTHING_SHARED),
+        (line(ASK, block("assistant", "xz", is_sampled=True), agent="other"), 4, Reason.OTHER_AGENT),
+    ],
+)
+def test_each_way_to_part_is_named(later: dict[str, Any], num_shared: int, reason: Reason) -> None:
+    (split,) = find_splits([FIRST, later])
+    assert (split.timeline, split.earlier, split.num_shared, split.reason) == (1, 0, num_shared, reason)
+
+
+def test_the_same_text_in_other_tokens_is_told_from_another_text() -> None:
+    again = block("assistant", "xyz") | {"token_ids": [1, 2], "logprobs": [None, None]}
+    (split,) = find_splits([FIRST, line(ASK, again, block("user", "d"), REPLY)])
+    assert split.reason is Reason.RETOKENIZED
+
+
+def test_a_conversation_that_only_goes_on_splits_nowhere() -> None:
+    second = line(ASK, REPLY, block("user", "d"), block("assistant", "w", is_sampled=True))
+    assert find_splits([FIRST, second]) == []
+    assert split_lines([], 2) == ["nothing splits: 2 calls, each going on from the one before"]
+
+
+def test_a_timeline_is_compared_with_the_one_it_shares_most_with() -> None:
+    second = line(ASK, REPLY, block("user", "dd"), REPLY)
+    third = line(ASK, REPLY, block("user", "de"), REPLY)
+    (split,) = find_splits([FIRST, second, third])
+    assert (split.timeline, split.earlier, split.num_shared, split.was, split.now) == (2, 1, 7, "dd", "de")
+
+
+def test_the_command_shows_what_a_retry_and_an_edited_history_did(played: Served) -> None:
+    with played.client() as client:
+        episode = client.episode("split", mode=Mode.EVAL, script=["one", "two", "three"])
+        hello = {"role": "user", "content": "hello"}
+        episode.chat([hello])
+        episode.chat([hello])
+        episode.chat([hello, {"role": "assistant", "content": "never said"}, {"role": "user", "content": "go on"}])
+        episode.end(reward=0.0)
+    words = ["why-split", episode.episode_id, "--run-dir", str(played.run_dir)]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "timeline 1 leaves timeline 0" in shown.output
+    assert str(Reason.ASKED_AGAIN) in shown.output
+    assert str(Reason.REPLY_REWRITTEN) in shown.output
+    assert "never said" in shown.output
+    (event,) = map(json.loads, CliRunner().invoke(app, [*words, "--json"]).output.splitlines())
+    assert [split["reason"] for split in event["splits"]] == [Reason.ASKED_AGAIN, Reason.REPLY_REWRITTEN]
