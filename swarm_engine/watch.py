@@ -44,7 +44,8 @@ def timeline_lines(timelines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Contexts block by block; sampled blocks show how many of their tokens are trained."""
     lines = []
     for number, timeline in enumerate(timelines):
-        lines.append(f"timeline {number}: policy {timeline['policy']}, agent {timeline['agent']}")
+        shared = f", {timeline['num_shared_tokens']} tokens shared" if timeline.get("num_shared_tokens") else ""
+        lines.append(f"timeline {number}: policy {timeline['policy']}, agent {timeline['agent']}{shared}")
         for block in timeline["blocks"]:
             trained = sum(block["loss_mask"])
             counts = f"{len(block['token_ids'])} tokens" + (f", {trained} trained" if trained else "")

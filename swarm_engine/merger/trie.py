@@ -99,6 +99,14 @@ def count_places(sequences: Sequence[Ints]) -> int:
     return sum(len(sequences[index]) for index in order) - int(shared.sum())
 
 
+def shared_with_earlier(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """How many of its first tokens each sequence has in common with the earlier one that has most of them."""
+    arrays = [np.array(sequence, np.int32) for sequence in sequences]
+    return [
+        max((num_shared(one, arrays[number]) for one in arrays[:number]), default=0) for number in range(len(arrays))
+    ]
+
+
 def plan_trees(sequences: Sequence[Ints], max_places: int) -> list[list[int]]:
     """Which sequences to compute together, in tries of at most `max_places` where that costs little.
 

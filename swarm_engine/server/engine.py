@@ -31,6 +31,7 @@ from swarm_engine.errors import (
     WorkerDiedError,
 )
 from swarm_engine.merger import merge
+from swarm_engine.merger.trie import shared_with_earlier
 from swarm_engine.protocol import Boot, Export, PolicyReady, Saved, Update
 from swarm_engine.seeding import derive_seed
 from swarm_engine.server.auth import KeyRing
@@ -542,10 +543,13 @@ def _fixed_part(config: EngineConfig) -> dict[str, Any]:
 
 def _show_timelines(record: EpisodeRecord, codec: ChatCodec, how: Merge) -> list[dict[str, Any]]:
     shown = EpisodeBlocks(record, codec)
+    timelines = merge(record.episode.timelines(), how)
+    shared = shared_with_earlier([timeline.tokens for timeline in timelines]) if how is Merge.TREE else None
     return [
         {
             "policy": timeline.policy,
             "agent": timeline.agent,
+            **({} if shared is None else {"num_shared_tokens": shared[number]}),
             "call_ids": [span.call_id for span in timeline.spans],
             "blocks": [
                 {
@@ -560,5 +564,5 @@ def _show_timelines(record: EpisodeRecord, codec: ChatCodec, how: Merge) -> list
                 for block in shown.blocks(timeline)
             ],
         }
-        for timeline in merge(record.episode.timelines(), how)
+        for number, timeline in enumerate(timelines)
     ]

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_engine.merger.trie import CHUNKED_COST, Node, Trie, build_trie, count_places, plan_trees
+from swarm_engine.merger.trie import CHUNKED_COST, Node, Trie, build_trie, count_places, plan_trees, shared_with_earlier
 
 sequence_lists = st.integers(1, 3).flatmap(
     lambda num_ids: st.lists(st.lists(st.integers(0, num_ids - 1), max_size=8), max_size=8)
@@ -49,6 +49,12 @@ def test_every_prefix_is_there_once_and_every_sequence_reads_along_its_places(se
     assert trie.depths_U.tolist() == [len(one) - 1 for one in paths]
     for sequence, places in zip(sequences, trie.places, strict=True):
         assert [paths[place] for place in places] == [tuple(sequence[: end + 1]) for end in range(len(sequence))]
+
+
+@given(sequence_lists)
+def test_what_each_sequence_adds_to_the_earlier_ones_makes_up_the_trie(sequences: list[list[int]]) -> None:
+    shared = shared_with_earlier(sequences)
+    assert sum(len(one) - count for one, count in zip(sequences, shared, strict=True)) == len(prefixes(sequences))
 
 
 @given(sequence_lists)
