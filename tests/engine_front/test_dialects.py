@@ -1091,7 +1091,7 @@ def test_a_fault_of_the_server_has_each_apis_shape_and_says_nothing_of_its_insid
     engine: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with episode(engine) as claimed:
-        monkeypatch.setattr("swarm_engine.tracker.tracker.EpisodeTracker.begin", broken)
+        monkeypatch.setattr("swarm_engine.tracker.tracker.EpisodeTracker.draft", broken)
         with sdk(claimed) as api, pytest.raises(openai.InternalServerError, match="failed to answer") as theirs:
             api.chat.completions.create(model="policy", messages=HI)
         with claude(claimed) as other, pytest.raises(anthropic.InternalServerError, match="failed to answer") as own:
@@ -1105,12 +1105,42 @@ def test_a_fault_of_the_server_has_each_apis_shape_and_says_nothing_of_its_insid
         client.episode("dialects", mode=Mode.EVAL)
 
 
+@pytest.mark.parametrize("where", ["start", "more", "end"])
 def test_a_fault_in_the_middle_of_a_stream_ends_it_with_an_error_event(
-    engine: Served, monkeypatch: pytest.MonkeyPatch
+    engine: Served, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     with episode(engine) as claimed:
-        monkeypatch.setattr("swarm_engine.server.episodes.RunningCall.news", broken)
+        monkeypatch.setattr(f"swarm_engine.server.dialects.chat.ChatWriter.{where}", broken)
+        monkeypatch.setattr(f"swarm_engine.server.dialects.messages.MessagesWriter.{where}", broken)
         with sdk(claimed) as api, pytest.raises(openai.APIError, match="failed to answer"):
             list(api.chat.completions.create(model="policy", messages=HI, stream=True))
         with claude(claimed) as other, pytest.raises(anthropic.APIStatusError, match="failed to answer"):
             list(other.messages.create(model="policy", max_tokens=8, messages=HI, stream=True))
+        with engine.client() as client:
+            timelines = client.timelines(claimed.episode_id)
+        assert not any(any(timeline["blocks"][-1]["loss_mask"]) for timeline in timelines)
+
+
+def test_errors_have_their_apis_shape_before_a_route_is_found(engine: Served) -> None:
+    with episode(engine) as claimed:
+        auth = {"x-api-key": claimed.api_key}
+        evil = {**auth, "host": "evil.example"}
+        for route, is_theirs in (("messages", True), ("messages/count_tokens", True), ("chat/completions", False)):
+            answer = httpx.post(f"{claimed.base_url}/{route}", headers=evil, json=BODIES["messages"])
+            assert (answer.status_code, answer.json().get("type") == "error") == (421, is_theirs)
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        wrong = httpx.get(f"{claimed.base_url}/models", headers={**evil, "anthropic-version": "2023-06-01"})
+        assert wrong.json()["type"] == "error"
+        batches = httpx.post(f"{claimed.base_url}/v1/messages/batches", headers=auth, json={})
+        assert (batches.status_code, batches.json()["error"]["type"]) == (404, "not_found_error")
+        assert httpx.get(f"{engine.url}/swarm/v1/status", headers=evil).json()["error"]["hint"]
+
+
+def test_a_body_over_the_limit_is_a_413_in_every_apis_shape(engine: Served) -> None:
+    body = b" " * (32 * 1024 * 1024 + 1)
+    with episode(engine) as claimed:
+        for route, kind in (("messages", "request_too_large"), ("chat/completions", "invalid_request_error")):
+            answer = httpx.post(
+                f"{claimed.base_url}/{route}", headers={"x-api-key": claimed.api_key}, content=body, timeout=60
+            )
+            assert (answer.status_code, answer.json()["error"]["type"]) == (413, kind)
