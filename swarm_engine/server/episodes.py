@@ -165,7 +165,8 @@ class LiveEpisode:
         if self.ending is not None:
             raise EpisodeLostError(f"episode {self.episode_id!r} has ended", code="episode_ended")
         self.check_agent(agent)
-        if request.unthinking is not None and loaded.codec.format is not None and loaded.codec.format.reasoning:
+        form = loaded.codec.format
+        if request.unthinking is not None and form is not None and form.has_reasoning:
             raise UnsupportedError(
                 f"{request.unthinking} forbids the model to reason, and its chat template has it do so",
                 "leave it out",

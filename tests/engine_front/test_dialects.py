@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
@@ -20,6 +21,13 @@ from llguidance import LLMatcher
 from tiny_tokenizer import END_ID, START_ID, THINK_ID, ids
 
 from swarm_engine.client import SwarmRequestError, SyncEpisode
+from swarm_engine.errors import BadRequestError, NotFoundError
+from swarm_engine.server.dialects import DIALECTS
+from swarm_engine.server.dialects.messages import parse_count
+from swarm_engine.server.dialects.writing import encode
+from swarm_engine.server.episodes import LiveEpisode, _grammar
+from swarm_engine.server.inference import choose_agent, read_json
+from swarm_engine.server.serve import Front
 from swarm_engine.types import Mode
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -35,6 +43,14 @@ FLAT: Any = {"type": "function", **LOOKUP["function"]}
 ANTHROPIC: Any = {"name": "lookup", "description": "Looks up.", "input_schema": LOOKUP["function"]["parameters"]}
 TWO_CALLS = "Let me see.\n" + CALL % ("lookup", '{"q": "a"}') + "\n" + CALL % ("lookup", '{"q": "b"}')
 THOUGHT = "<think>\nhm\n</think>\n\n"
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"items": {"type": "array", "items": {"type": "string"}}},
+    "required": ["items"],
+    "additionalProperties": False,
+}
+NAMED: Any = {"type": "function", "function": {"name": "lookup"}}
+JSON_FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
 @contextmanager
@@ -945,6 +961,148 @@ def test_what_messages_do_not_support_is_a_400_that_names_the_field(
         assert named in answer.json()["error"]["message"]
 
 
+SPOKEN: list[Any] = [
+    {"role": "system", "content": "be kind", "name": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "lookup", "arguments": "{}"}},
+        {"id": "c2", "type": "function", "function": {"name": "lookup", "arguments": {"q": 1}}},
+    ]},
+    {"role": "tool", "tool_call_id": "c1", "content": "17"},
+]  # fmt: skip
+FULL: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "model": "m@a", "messages": SPOKEN, "temperature": 1, "max_tokens": 2, "max_completion_tokens": 2, "n": 1,
+        "stream": False, "stream_options": {"include_usage": True, "include_obfuscation": False}, "logprobs": True,
+        "top_logprobs": 1, "stop": ["x"], "seed": 1,
+        "tools": [{**LOOKUP, "function": {**LOOKUP["function"], "strict": False}}], "tool_choice": NAMED,
+        "parallel_tool_calls": True, "response_format": JSON_FORM, "script": None, "user": "u",
+        "metadata": {"a": "b"}, "logit_bias": {}, "top_p": 1, "functions": [], "reasoning_effort": None,
+    },
+    "completions": {
+        "model": "m", "prompt": [97], "temperature": 1, "max_tokens": 2, "stream": False, "stream_options": {},
+        "logprobs": 1, "stop": "x", "seed": 1, "n": 1, "best_of": 1, "script": [97], "suffix": "", "echo": False,
+    },
+    "responses": {
+        "model": "m", "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "x"}],
+             "content": [{"type": "reasoning_text", "text": "hm"}], "encrypted_content": "hm"},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c1", "name": "lookup", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "17"},
+        ],
+        "instructions": "be kind", "previous_response_id": None, "temperature": 1, "max_output_tokens": 2,
+        "stream": False, "stream_options": {"include_obfuscation": False}, "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1, "tools": [FLAT], "tool_choice": {"type": "function", "name": "lookup"},
+        "parallel_tool_calls": True, "text": {"format": {"type": "text"}, "verbosity": "medium"}, "store": True,
+        "reasoning": {"effort": None}, "metadata": {"a": "b"}, "seed": 1, "stop": ["x"], "script": None, "user": "u",
+        "truncation": "disabled",
+    },
+    "messages": {
+        "model": "m", "system": [{"type": "text", "text": "be kind"}], "max_tokens": 2, "temperature": 1,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "a"},
+                {"type": "tool_use", "id": "c1", "name": "lookup", "input": {"q": "a"}},
+            ]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "17"}]},
+        ],
+        "stop_sequences": ["x"], "stream": False, "seed": 1, "script": None, "metadata": {"user_id": "u"},
+        "tools": [{**ANTHROPIC, "eager_input_streaming": True}], "thinking": {"type": "adaptive"},
+        "tool_choice": {"type": "tool", "name": "lookup", "disable_parallel_tool_use": False},
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    },
+}  # fmt: skip
+"""A request of each API with every field that is read, each of the shape it should have."""
+FULL["messages/count_tokens"] = {
+    name: FULL["messages"][name] for name in ("model", "system", "messages", "tools", "tool_choice", "output_config")
+}
+DEEP: Any = []
+for _ in range(300):
+    DEEP = [DEEP]
+ODD: list[Any] = [
+    None, True, False, 0, -1, 5, 2**64, -(2**64), 10**400, -0.0, 1.5, 1e308, "", "x", "\ud800", "\ufdd0", [], [[]],
+    [None], [5], [2**64], ["\ud800"], [{}], {}, {"a": None}, {"type": 5}, {"type": "text", "text": 5}, {"\ud800": 1},
+    DEEP, {"a": DEEP},
+]  # fmt: skip
+
+
+def places(value: Any, *here: Any) -> Iterator[tuple[Any, ...]]:
+    """Where a JSON value has others inside, at whatever depth."""
+    if here:
+        yield here
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from places(item, *here, key)
+
+
+def with_value(body: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a JSON value with another one somewhere inside."""
+    if not place:
+        return value
+    changed = body.copy()
+    changed[place[0]] = with_value(body[place[0]], place[1:], value)
+    return changed
+
+
+def prepare(front: Front, route: str, content: bytes, live: LiveEpisode) -> None:
+    """All that a request goes through before its calls are numbered, and what its reply repeats of it."""
+    raw = read_json(content)
+    if route == "messages/count_tokens":
+        _, messages, tools = parse_count(raw)
+        live.tracker.draft("main", messages, tools)
+        return
+    request = DIALECTS[route].parse(raw, live)
+    choose_agent(None, request.model)
+    loaded = front.engine.loaded
+    _grammar(loaded, request.call, live._draft(loaded, "main", request.call))
+    live._seed(0, live.tracker.draft_ids("main", [97]), request.call.seed, 0)
+    encode(getattr(request, "echoed", {}))
+
+
+@pytest.mark.parametrize("route", FULL)
+def test_no_value_of_any_field_is_a_fault_of_the_server(played: Served, route: str) -> None:
+    assert played.front is not None
+    body = FULL[route]
+    assert len(list(places(body))) > len(body)
+    with episode(played) as claimed:
+        live = played.front.engine.roster.find(claimed.episode_id)
+        prepare(played.front, route, json.dumps(body).encode(), live)
+        faults = []
+        for place in places(body):
+            for value in ODD:
+                content = json.dumps(with_value(body, place, value)).encode()
+                try:
+                    with contextlib.suppress(BadRequestError, NotFoundError):
+                        prepare(played.front, route, content, live)
+                except Exception as error:  # noqa: BLE001  # all of them are shown
+                    faults.append((place, value, error))
+        assert faults == []
+
+
+ODDEST: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": [2**64]}),
+    ("completions", {"prompt": "\ud800"}),
+    ("completions", {"prompt": [2**31 - 1]}),
+    ("chat/completions", {"temperature": 10**400}),
+    ("chat/completions", {"stream_options": []}),
+    ("responses", {"include": 5}),
+    ("responses", {"stream_options": {"include_usage": True}}),
+    ("responses", {"stream_options": {"include_obfuscation": 1}}),
+    ("messages", {"temperature": -(10**400)}),
+]
+
+
+@pytest.mark.parametrize(("route", "change"), ODDEST, ids=range(len(ODDEST)))
+def test_an_odd_value_is_a_400(engine: Served, route: str, change: dict[str, Any]) -> None:
+    with episode(engine) as claimed:
+        url, auth = f"{claimed.base_url}/{route}", {"x-api-key": claimed.api_key}
+        answer = httpx.post(url, headers=auth, content=json.dumps({**BODIES[route], **change}))
+        assert answer.status_code == 400, answer.text
+
+
 HARMLESS: dict[str, dict[str, Any]] = {
     "chat/completions": {
         "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "k",
@@ -974,14 +1132,7 @@ def test_what_changes_nothing_is_taken(engine: Served, route: str) -> None:
 # Forms
 
 
-SCHEMA: Any = {
-    "type": "object",
-    "properties": {"items": {"type": "array", "items": {"type": "string"}}},
-    "required": ["items"],
-    "additionalProperties": False,
-}
 ONE_CALL = CALL % ("lookup", '{"q": "a"}')
-NAMED: Any = {"type": "function", "function": {"name": "lookup"}}
 FORMS: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"response_format": {"type": "json_object"}}, '{"items":[]}'),
     (

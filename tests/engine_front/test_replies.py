@@ -87,7 +87,10 @@ def test_the_families_are_told_by_what_their_templates_write() -> None:
         "deepseek": Family.NAMED,
         "hermes_text": Family.TAGGED_JSON,
     }
-    assert [name for name, codec in CODECS.items() if codec.reasoning_tags] == ["qwen3", "qwen3_opened", "deepseek"]
+    tagged = ["qwen3", "qwen3_opened", "deepseek"]
+    assert [name for name, codec in CODECS.items() if codec.reasoning_tags] == tagged
+    reasoning = {name for name, codec in CODECS.items() if codec.format and codec.format.has_reasoning}
+    assert reasoning == {*tagged, "harmony"}
 
 
 HERMES_CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'

@@ -291,7 +291,10 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
         NotFoundError: this episode has no such earlier response.
     """
     RULES.check(raw)
+    fields.stream_options(raw, "include_obfuscation")
     include = raw.get("include") or []
+    if not isinstance(include, list):
+        raise BadRequestError(f"include must be a list, not {include!r:.80}", param="include")
     if unknown := [one for one in include if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING)]:
         raise UnsupportedError(f"include has {unknown[0]!r}, which this server has nothing of", param="include")
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
