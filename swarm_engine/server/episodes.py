@@ -16,7 +16,7 @@ from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Seat
 from swarm_engine.server.worker_link import Generation, WorkerLink
 from swarm_engine.tracker.messages import Message
-from swarm_engine.tracker.replies import Answer, Delta, ReasoningDelta, ReplyReader, ToolCallDelta
+from swarm_engine.tracker.replies import Answer, Delta, ReplyReader, ToolCallDelta
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Episode, FinishReason, Mode, Outcome, SamplingParams, Untrained
 
@@ -355,26 +355,13 @@ class RunningCall:
         text = self.reply.codec.decode(self.generation.token_ids)
         return min((stop for stop in self.request.stop if stop in text), key=text.index, default=None)
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """How many tokens were sampled up to the last piece of reasoning, marks included."""
-        if self.reply.answer.reasoning is None:
-            return 0
-        reader = self.reply.codec.reader(self.draft, stop=(), reads_tools=False)
-        count = 0
-        for place, token_id in enumerate(self.generation.token_ids):
-            reader.push((token_id,))
-            if any(isinstance(delta, ReasoningDelta) for delta in reader.take()):
-                count = place + 1
-        return count
-
     def news(self) -> News:
         """What came since the last look. Joined, the pieces are the answer."""
-        deltas = self.reply.take()
+        placed = self.reply.take_placed()
         if self.request.is_single_call:
-            deltas = [delta for delta in deltas if not (isinstance(delta, ToolCallDelta) and delta.index > 0)]
+            placed = [(one, end) for one, end in placed if not (isinstance(one, ToolCallDelta) and one.index > 0)]
         start, self.num_told = self.num_told, self.reply.num_tokens
-        return News(deltas, range(start, self.num_told))
+        return News([delta for delta, _ in placed], [end for _, end in placed], range(start, self.num_told))
 
     def finish(self, reason: FinishReason) -> None:
         """Record the complete reply, once."""
@@ -428,6 +415,8 @@ class News:
     """What came of a reply since somebody looked last."""
 
     deltas: list[Delta]
+    ends: list[int]
+    """For each delta how many tokens of the reply begin before its end."""
     tokens: range
     """Places of its new tokens among those of the reply."""
 
@@ -465,7 +454,7 @@ class RunningAsk:
     @property
     def num_reasoning_tokens(self) -> int:
         """Of all choices, those that were spent on reasoning."""
-        return sum(call.num_reasoning_tokens for call in self.calls)
+        return sum(call.reply.num_reasoning_tokens for call in self.calls)
 
     @property
     def is_done(self) -> bool:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ import pytest
 from chat_template import CALL
 from conftest import SMALL, Served, serve_thread
 from llguidance import LLMatcher
+from pydantic import TypeAdapter
 from tiny_tokenizer import END_ID, START_ID, THINK_ID, ids
 
 from swarm_engine.client import SwarmRequestError, SyncEpisode
@@ -269,11 +271,9 @@ def test_arguments_that_are_no_json_come_as_sampled_and_the_episode_goes_on(play
         with episode(played, broken, "I see.") as claimed, sdk(claimed) as api:
             first = api.chat.completions.create(model="m", messages=HI, tools=[LOOKUP]).choices[0]
             history: Any = [*HI, first.message.model_dump(exclude_none=True)]
-            if first.message.tool_calls:
-                assert first.message.tool_calls[0].function.arguments == arguments  # type: ignore[union-attr]
-                history.append({"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "bad"})
-            else:
-                history += HI
+            (call,) = first.message.tool_calls or ()
+            assert call.function.arguments == arguments  # type: ignore[union-attr]
+            history.append({"role": "tool", "tool_call_id": call.id, "content": "bad"})
             second = api.chat.completions.create(model="m", messages=history, tools=[LOOKUP])
             assert second.choices[0].message.content == "I see."
             one, two = recorded(played, claimed)
@@ -451,7 +451,7 @@ def test_a_completion_runs_on_its_prompt_as_it_is(engine: Served, prompt: Any) -
         settings: Any = {"model": "m", "prompt": prompt, "max_tokens": 6, "seed": 3, "logprobs": 2}
         whole = api.completions.create(**settings)
         chunks = list(api.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
-        expected = [256] if isinstance(prompt[0], str) or prompt == "ab" else [97, 98]
+        expected = [256] if isinstance(prompt[0], str) else [97, 98]
         assert whole.usage is not None
         assert whole.usage.prompt_tokens == len(expected)
         first, second = recorded(engine, claimed)
@@ -565,6 +565,60 @@ def test_a_response_goes_on_by_its_id_or_by_its_items(played: Served, is_stream:
         assert two[: len(one)] == one
 
 
+def test_the_items_of_a_reply_that_reasons_between_its_parts_come_back_as_one_reply() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    def said(text: str) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    called = {"type": "function_call", "call_id": "c1", "name": "lookup", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "17"}
+    items = [
+        *HI,
+        thought("one"),
+        said("So."),
+        thought("\ntwo"),
+        called,
+        output,
+        thought("x"),
+        said("a"),
+        thought("y"),
+        said("b"),
+    ]
+    request = DIALECTS["responses"].parse({"model": "m", "input": items}, SimpleNamespace(responses={}))  # type: ignore[arg-type]
+    first, *later = [one for one in request.call.messages if one["role"] == "assistant"]
+    assert (first["content"], first["reasoning_content"], len(first["tool_calls"])) == ("So.", "one\ntwo", 1)
+    assert [(one["content"], one["reasoning_content"]) for one in later] == [("a", "x"), ("b", "y")]
+
+
+def test_log_probabilities_are_told_once_with_the_text_they_belong_to(serving: Callable[..., Served]) -> None:
+    from chat_template import TOOLS_AND_THINKING
+
+    served = serving(template=TOOLS_AND_THINKING, token_s=0.002)
+    with served.client() as client:
+        client.start({**SMALL, "sampler": {"backend": "scripted", "max_tokens": 500}}, wait=True)
+    asked: Any = {"model": "m", "input": "hi", "tools": [FLAT], "include": ["message.output_text.logprobs"]}
+    for reply, texts in (
+        (THOUGHT + "One." + ONE_CALL + "Two.", [len(THOUGHT) - 13 + 4, len(ONE_CALL) + 4 + 1]),
+        (THOUGHT + "One." + ONE_CALL, [len(THOUGHT) - 13 + 4]),
+        ("One.", [5]),
+    ):
+        with episode(served, reply, reply) as claimed, sdk(claimed) as api:
+            whole = api.responses.create(**asked)
+            events = list(api.responses.create(**asked, stream=True))
+        final = events[-1].response  # type: ignore[union-attr]
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        told = [event for event in events if event.type == "response.output_text.done"]
+        for output in (whole.output, done, final.output):
+            entries = [item.content[0].logprobs for item in output if item.type == "message"]  # type: ignore[union-attr]
+            assert [len(one or []) for one in entries] == texts
+        assert done == final.output
+        assert [len(event.logprobs) for event in told] == texts
+        deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+        assert sum(map(len, deltas)) in (sum(texts), sum(texts) - 1), "the end token comes with the end of its text"
+
+
 def test_a_response_that_was_not_stored_or_is_another_episodes_is_not_found(played: Served) -> None:
     with episode(played, "one", "two") as claimed, sdk(claimed) as api:
         first = api.responses.create(model="m", input="hi", store=False)
@@ -669,7 +723,7 @@ def test_the_anthropic_sdk_accumulates_a_stream_to_the_whole(played: Served) -> 
             assert (whole.stop_reason, whole.usage.output_tokens) == (final.stop_reason, final.usage.output_tokens)
 
 
-def test_tool_results_and_text_of_a_turn_keep_their_order(played: Served) -> None:
+def test_the_tool_results_of_a_turn_go_before_its_text(played: Served) -> None:
     """B079: the text stands before the result in the turn, and behind it for the template."""
     with episode(played, CALL % ("lookup", '{"q": "a"}'), "Warm.") as claimed, claude(claimed) as api:
         settings: Any = {"model": "m", "max_tokens": 500, "tools": [ANTHROPIC], "system": "be kind"}
@@ -1295,3 +1349,39 @@ def test_a_body_over_the_limit_is_a_413_in_every_apis_shape(engine: Served) -> N
                 f"{claimed.base_url}/{route}", headers={"x-api-key": claimed.api_key}, content=body, timeout=60
             )
             assert (answer.status_code, answer.json()["error"]["type"]) == (413, kind)
+
+
+SDK_TYPES: dict[str, tuple[Any, Any]] = {
+    "chat/completions": (openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk),
+    "completions": (openai.types.Completion, openai.types.Completion),
+    "responses": (openai.types.responses.Response, openai.types.responses.ResponseStreamEvent),
+    "messages": (anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
+}
+
+
+@pytest.mark.parametrize("route", SDK_TYPES)
+def test_every_reply_and_every_event_is_of_its_sdks_own_type(played: Served, route: str) -> None:
+    """The SDKs themselves check nothing of what they receive."""
+    whole_type, event_type = map(TypeAdapter, SDK_TYPES[route])
+    more: dict[str, Any] = {
+        "chat/completions": {"tools": [LOOKUP], "logprobs": True, "top_logprobs": 1},
+        "completions": {"logprobs": 1},
+        "responses": {
+            "tools": [FLAT], "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+            "top_logprobs": 1,
+        },
+        "messages": {"tools": [ANTHROPIC]},
+    }[route]  # fmt: skip
+    limit = "max_output_tokens" if route == "responses" else "max_tokens"
+    ways = {"stream_options": {"include_usage": True}} if "completions" in route else {}
+    for reply, length in ((THOUGHT + TWO_CALLS, 500), (THOUGHT + "Hi.", 500), ("a long story", 5)):
+        with episode(played, reply, reply) as claimed:
+            body = {**BODIES[route], **more, limit: length}
+            whole_type.validate_python(post(claimed, route, body).json())
+            told = post(claimed, route, {**body, **ways, "stream": True}).text
+            events = [line.removeprefix("data: ") for line in told.splitlines() if line.startswith("data: ")]
+            for event in map(json.loads, [one for one in events if one != "[DONE]"]):
+                for choice in event.get("choices", ()) if route == "completions" else ():
+                    # Null until the end, as the API itself has it and against its type.
+                    choice["finish_reason"] = choice["finish_reason"] or "stop"
+                event_type.validate_python(event)
