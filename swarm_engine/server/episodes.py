@@ -391,7 +391,11 @@ class RunningCall:
         self.episode.touch()
 
     def cancel(self) -> None:
-        """Its caller went away or got an error, or its episode ended: tokens told so far are kept and not trained."""
+        """Its caller went away or got an error, or its episode ended: it is kept and not trained.
+
+        Of a reply that is still being sampled there is only what the sampler has sent, and one that nobody follows it
+        sends at the end.
+        """
         if self.is_closed:
             return
         if self.finish_reason is None:

@@ -17,13 +17,14 @@ import httpx
 import openai
 import pytest
 from chat_template import CALL
+from chat_templates import CODECS
 from conftest import SMALL, Served, serve_thread
 from llguidance import LLMatcher
 from pydantic import TypeAdapter
 from tiny_tokenizer import END_ID, START_ID, THINK_ID, ids
 
 from swarm_engine.client import SwarmRequestError, SyncEpisode
-from swarm_engine.errors import BadRequestError, NotFoundError
+from swarm_engine.errors import BadRequestError, NotFoundError, UnsupportedError
 from swarm_engine.server.dialects import DIALECTS
 from swarm_engine.server.dialects.messages import parse_count
 from swarm_engine.server.dialects.writing import encode
@@ -987,6 +988,24 @@ def test_what_is_not_supported_is_a_400_that_names_the_field(
         assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("route", "change"),
+    [
+        ("chat/completions", {"reasoning_effort": "none"}),
+        ("responses", {"reasoning": {"effort": "none"}}),
+        ("messages", {"thinking": {"type": "disabled"}}),
+    ],
+)
+def test_a_model_of_channels_can_not_be_told_not_to_reason(played: Served, route: str, change: dict[str, Any]) -> None:
+    assert played.front is not None
+    with episode(played) as claimed:
+        live = played.front.engine.roster.find(claimed.episode_id)
+        loaded: Any = SimpleNamespace(codec=CODECS["harmony"])
+        request = DIALECTS[route].parse({**BODIES[route], **change}, live)
+        with pytest.raises(UnsupportedError, match="forbids the model to reason"):
+            live.begin(loaded, "main", request.call, follow=False)
+
+
 REFUSED_BY_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 5}, "top_k"),
     ({"top_p": 0.5}, "top_p"),
@@ -1167,7 +1186,8 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "responses": {
         "store": False, "metadata": {}, "truncation": "disabled", "background": False, "reasoning": {"effort": None},
         "text": {"format": {"type": "text"}}, "include": [], "tools": [], "tool_choice": "auto", "user": "me",
-        "parallel_tool_calls": True, "top_p": 1.0, "safety_identifier": "me", "stream_options": None,
+        "parallel_tool_calls": True, "top_p": 1.0, "safety_identifier": "me",
+        "stream_options": {"include_obfuscation": True},
     },
     "messages": {
         "metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "disabled"}, "tools": [],
