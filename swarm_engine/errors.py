@@ -10,6 +10,7 @@ SwarmEngineError
 ├── MethodNotAllowedError      405  the route has other methods
 ├── ConflictError              409  it contradicts what happened before
 ├── EpisodeLostError           410  the episode is gone; claim its task again
+├── TooLargeError              413  the request's body is too long
 ├── WrongHostError             421  the Host header names another server
 ├── InvalidError               422  well-formed, but a value makes no sense
 ├── InternalError              500  a fault of the server's own
@@ -103,6 +104,13 @@ class EpisodeLostError(SwarmEngineError):
 
     status = 410
     code = "episode_lost"
+
+
+class TooLargeError(SwarmEngineError):
+    """The request's body is longer than this server reads."""
+
+    status = 413
+    code = "request_too_large"
 
 
 class WrongHostError(SwarmEngineError):

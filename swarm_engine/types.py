@@ -62,7 +62,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
-    """The caller went away; the call is kept as a record and never trained."""
+    """It was broken off; see `Untrained.CANCELLED`."""
 
 
 class Untrained(StrEnum):
@@ -71,7 +71,7 @@ class Untrained(StrEnum):
     GREEDY = "greedy"
     """Temperature 0 has no distribution to train."""
     CANCELLED = "cancelled"
-    """Its caller went away."""
+    """Its caller did not get the whole reply: it went away, the sampler failed, or the episode ended first."""
     UNUSED_RETRY = "unused_retry"
     """Its caller asked the same again and went on from another reply."""
     CONSTRAINED = "constrained"

@@ -23,7 +23,16 @@ from swarm_engine.errors import (
 from swarm_engine.server.auth import HostCheck, Role, Tokens
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import ClaimRequest, LiveEpisode, Script
-from swarm_engine.server.inference import PREFIX, InferenceApp, Receive, Scope, Send, send_json, wait_until_gone
+from swarm_engine.server.inference import (
+    PREFIX,
+    InferenceApp,
+    Receive,
+    Scope,
+    Send,
+    error_shape,
+    send_json,
+    wait_until_gone,
+)
 from swarm_engine.server.journal import Event
 from swarm_engine.server.models import Abort, Claim, End, ExportRequest
 from swarm_engine.types import ClaimReason
@@ -62,7 +71,8 @@ class FrontApp:
         try:
             self._hosts.check(host.decode("latin-1"))
         except WrongHostError as error:
-            await send_json(send, error.status, body_of(error))
+            shape = error_shape(scope) if scope["path"].startswith(PREFIX) else body_of
+            await send_json(send, error.status, shape(error))
             return
         if scope["path"].startswith(PREFIX):
             await self._inference(scope, receive, send)

@@ -16,7 +16,7 @@ from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Seat
 from swarm_engine.server.worker_link import Generation, WorkerLink
 from swarm_engine.tracker.messages import Message
-from swarm_engine.tracker.replies import Answer, Delta, ReasoningDelta, ReplyReader, ToolCallDelta
+from swarm_engine.tracker.replies import Answer, Delta, ReplyReader, ToolCallDelta
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Episode, FinishReason, Mode, Outcome, SamplingParams, Untrained
 
@@ -115,7 +115,8 @@ class LiveEpisode:
     """Replies that its claim gave to play and that no call has taken yet."""
     responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
     """The conversations that a `previous_response_id` goes on from, answers included, instructions not."""
-    running: dict[str, RunningCall] = field(default_factory=dict)
+    asks: list[RunningAsk] = field(default_factory=list)
+    """Requests whose callers wait for some of their reply."""
     lease_until: float = 0.0
     timer: asyncio.TimerHandle | None = None
     ending: str | None = None
@@ -126,10 +127,15 @@ class LiveEpisode:
         """Its client is alive."""
         self.lease_until = time.monotonic() + self.lease_s
 
+    @property
+    def num_running(self) -> int:
+        """Calls that are being sampled."""
+        return sum(not call.is_over for ask in self.asks for call in ask.calls)
+
     def close_calls(self) -> None:
-        """Cancel what still runs; it is recorded and never trained."""
-        for call in list(self.running.values()):
-            call.cancel()
+        """Cancel every request that is still being answered; it is recorded and never trained."""
+        for ask in self.asks.copy():
+            ask.cancel()
 
     def record(self, rewards: dict[str, float | None], outcome: Outcome, metrics: dict[str, float]) -> EpisodeRecord:
         """The episode so far, as the journal keeps it."""
@@ -159,15 +165,16 @@ class LiveEpisode:
         if self.ending is not None:
             raise EpisodeLostError(f"episode {self.episode_id!r} has ended", code="episode_ended")
         self.check_agent(agent)
-        if request.unthinking is not None and loaded.codec.format is not None and loaded.codec.format.reasoning:
+        form = loaded.codec.format
+        if request.unthinking is not None and form is not None and form.has_reasoning:
             raise UnsupportedError(
                 f"{request.unthinking} forbids the model to reason, and its chat template has it do so",
                 "leave it out",
                 param=request.unthinking,
             )
-        drafts = self._drafts(loaded, agent, request)
-        grammar = _grammar(loaded, request, drafts[0])
-        num_prompt, limit = len(drafts[0].prompt_ids), loaded.policy.max_context
+        asked = self._draft(loaded, agent, request)
+        grammar = _grammar(loaded, request, asked)
+        num_prompt, limit = len(asked.prompt_ids), loaded.policy.max_context
         room = limit - num_prompt
         if room < 1:
             raise ContextLengthError(
@@ -176,6 +183,8 @@ class LiveEpisode:
                 param="messages" if request.raw_prompt is None else "prompt",
             )
         scripts = self._scripts(loaded, request)
+        # Nothing refuses it from here on. A refused request is no call of its agent.
+        drafts = self.tracker.number(asked, request.num_choices)
         has_news = asyncio.Event()
         is_followed = follow or bool(request.stop)
         calls = []
@@ -191,7 +200,9 @@ class LiveEpisode:
             )
             calls.append(RunningCall.begin(self, loaded, request, choice, draft, question, has_news))
         self.touch()
-        return RunningAsk(self, request, tuple(calls), has_news)
+        ask = RunningAsk(self, request, tuple(calls), has_news)
+        self.asks.append(ask)
+        return ask
 
     def check_agent(self, agent: str) -> None:
         """See that an agent may speak here.
@@ -204,12 +215,12 @@ class LiveEpisode:
                 f"agent {agent!r} is not in this episode", f"its claim named {', '.join(self.agents)}", code="agent"
             )
 
-    def _drafts(self, loaded: Loaded, agent: str, request: CallRequest) -> tuple[Draft, ...]:
+    def _draft(self, loaded: Loaded, agent: str, request: CallRequest) -> Draft:
         prompt = request.raw_prompt
         if prompt is None:
-            return self.tracker.begin(agent, request.messages, request.tools, num_choices=request.num_choices)
+            return self.tracker.draft(agent, request.messages, request.tools)
         ids = loaded.codec.encode_text(prompt) if isinstance(prompt, str) else prompt
-        return self.tracker.begin_ids(agent, ids, num_choices=request.num_choices)
+        return self.tracker.draft_ids(agent, ids)
 
     def _scripts(self, loaded: Loaded, request: CallRequest) -> Sequence[tuple[int, ...] | None]:
         """What each choice plays; None where the sampler samples.
@@ -323,9 +334,12 @@ class RunningCall:
 
         generation = link.generate(question, on_tokens if question.is_streamed else None)
         generation.done.add_done_callback(lambda _: has_news.set())
-        call = RunningCall(episode, link, request, choice, draft, question, reply, generation)
-        episode.running[draft.call_id] = call
-        return call
+        return RunningCall(episode, link, request, choice, draft, question, reply, generation)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is recorded or was given up."""
+        return self.finish_reason is not None or self.is_closed
 
     @property
     def answer(self) -> Answer:
@@ -341,26 +355,13 @@ class RunningCall:
         text = self.reply.codec.decode(self.generation.token_ids)
         return min((stop for stop in self.request.stop if stop in text), key=text.index, default=None)
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """How many tokens were sampled up to the last piece of reasoning, marks included."""
-        if self.reply.answer.reasoning is None:
-            return 0
-        reader = self.reply.codec.reader(self.draft, stop=(), reads_tools=False)
-        count = 0
-        for place, token_id in enumerate(self.generation.token_ids):
-            reader.push((token_id,))
-            if any(isinstance(delta, ReasoningDelta) for delta in reader.take()):
-                count = place + 1
-        return count
-
     def news(self) -> News:
         """What came since the last look. Joined, the pieces are the answer."""
-        deltas = self.reply.take()
+        placed = self.reply.take_placed()
         if self.request.is_single_call:
-            deltas = [delta for delta in deltas if not (isinstance(delta, ToolCallDelta) and delta.index > 0)]
+            placed = [(one, end) for one, end in placed if not (isinstance(one, ToolCallDelta) and one.index > 0)]
         start, self.num_told = self.num_told, self.reply.num_tokens
-        return News(deltas, range(start, self.num_told))
+        return News([delta for delta, _ in placed], [end for _, end in placed], range(start, self.num_told))
 
     def finish(self, reason: FinishReason) -> None:
         """Record the complete reply, once."""
@@ -368,7 +369,7 @@ class RunningCall:
         self._record(FinishReason.STOP if self.reply.is_stopped else reason)
 
     def _record(self, reason: FinishReason) -> None:
-        if self.finish_reason is not None or self.is_closed:
+        if self.is_over:
             return
         generation, reply = self.generation, self.reply
         if reply.num_tokens == 0:
@@ -377,7 +378,6 @@ class RunningCall:
             generation.cut(reply.num_tokens)
         reply.finish()
         self.finish_reason = reason
-        self.episode.running.pop(self.draft.call_id, None)
         self.episode.tracker.finish(
             self.draft,
             completion_ids=generation.token_ids,
@@ -391,12 +391,20 @@ class RunningCall:
         self.episode.touch()
 
     def cancel(self) -> None:
-        """Its caller went away, or its episode did: what has come in is kept and not trained."""
-        if self.finish_reason is not None or self.is_closed:
+        """Its caller went away or got an error, or its episode ended: it is kept and not trained.
+
+        Of a reply that is still being sampled there is only what the sampler has sent, and one that nobody follows it
+        sends at the end.
+        """
+        if self.is_closed:
             return
-        self.link.cancel(self.generation.request_id)
-        self.generation.finish(FinishReason.CANCELLED)
-        self._record(FinishReason.CANCELLED)
+        if self.finish_reason is None:
+            self.link.cancel(self.generation.request_id)
+            self.generation.finish(FinishReason.CANCELLED)
+            self._record(FinishReason.CANCELLED)
+        else:
+            self.finish_reason = FinishReason.CANCELLED
+            self.episode.tracker.cancel(self.draft)
         self.is_closed = True
 
     def fail(self) -> None:
@@ -404,7 +412,6 @@ class RunningCall:
         if self.generation.token_ids:
             self._record(FinishReason.CANCELLED)
         self.is_closed = True
-        self.episode.running.pop(self.draft.call_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +419,8 @@ class News:
     """What came of a reply since somebody looked last."""
 
     deltas: list[Delta]
+    ends: list[int]
+    """For each delta how many tokens of the reply begin before its end."""
     tokens: range
     """Places of its new tokens among those of the reply."""
 
@@ -449,14 +458,21 @@ class RunningAsk:
     @property
     def num_reasoning_tokens(self) -> int:
         """Of all choices, those that were spent on reasoning."""
-        return sum(call.num_reasoning_tokens for call in self.calls)
+        return sum(call.reply.num_reasoning_tokens for call in self.calls)
 
     @property
     def is_done(self) -> bool:
         """Whether nothing more is sampled."""
         return all(call.generation.done.done() for call in self.calls)
 
+    def settle(self) -> None:
+        """Its caller is being told the last of the reply: from here on the calls stand as they are recorded."""
+        self.episode.asks.remove(self)
+
     def cancel(self) -> None:
-        """Cancel the calls that still run."""
+        """Train nothing of it, complete choices included, for its caller does not get the whole reply."""
+        if self not in self.episode.asks:
+            return
+        self.episode.asks.remove(self)
         for call in self.calls:
             call.cancel()

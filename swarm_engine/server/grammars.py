@@ -70,7 +70,10 @@ def _compile(text: str) -> str:
     for keyword, where in unknown_keywords(json.loads(text)):
         raise UnsupportedError(f"{keyword} (in {where}) can't be enforced in a schema", "leave it out")
     blanks = rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}"
-    grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": blanks})
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": blanks})
+    except ValueError as error:
+        raise BadRequestError(f"the schema can't be enforced: {_in_our_words(str(error))}") from error
     is_error, faults = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(verbose_errors=False))
     if is_error or faults:
         raise BadRequestError(f"the schema can't be enforced: {_in_our_words('; '.join(faults))}")

@@ -1,14 +1,13 @@
 """The inference routes of an episode, as a plain ASGI application: every millisecond here is paid once a call.
 
 `/e/EPISODE[/agents/AGENT][/v1]/ROUTE`, for the routes of OpenAI and Anthropic in `dialects`. A caller that goes away is
-noticed, its calls are cancelled and never trained.
+noticed, its calls are cancelled and never trained, complete choices included.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +21,16 @@ from swarm_engine.errors import (
     MethodNotAllowedError,
     NotFoundError,
     SwarmEngineError,
+    TooLargeError,
     UnauthorizedError,
-    UnsupportedError,
 )
 from swarm_engine.server.auth import bearer
 from swarm_engine.server.dialects import DIALECTS, messages, models
-from swarm_engine.server.dialects.protocol import Dialect, Request
+from swarm_engine.server.dialects.protocol import Request
 from swarm_engine.server.dialects.writing import encode, openai_error
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import LiveEpisode, RunningAsk, RunningCall
+from swarm_engine.tracker.messages import load_json
 from swarm_engine.types import DEFAULT_AGENT
 
 Scope = MutableMapping[str, Any]
@@ -84,20 +84,22 @@ class InferenceApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        error_body = openai_error
+        error_body = error_shape(scope)
         try:
-            raw_path = scope.get("raw_path") or scope["path"].encode()
-            target = parse_path(raw_path.decode("ascii", "replace"))
-            if is_anthropic(target.route, scope["headers"]):
-                error_body = messages.error_body
-            episode = self._authorize(target, scope["headers"])
+            target = parse_path(raw_path(scope))
+            self._authorize(target, scope["headers"])
             method, route = scope["method"], target.route
-            if dialect := DIALECTS.get(route):
+            if route in DIALECTS or route == COUNT:
                 check_method(method, "POST", route)
-                await self._ask(dialect, episode, target, receive, send)
-            elif route == COUNT:
-                check_method(method, "POST", route)
-                await self._count(episode, target, receive, send)
+                body = await read_body(receive)
+                if body is None:
+                    return
+                # The episode may have ended while the body came in.
+                episode = self._authorize(target, scope["headers"])
+                if dialect := DIALECTS.get(route):
+                    await self._ask(dialect.parse(read_json(body), episode), episode, target, receive, send)
+                else:
+                    await self._count(read_json(body), episode, target, send)
             elif route == MODELS or route.startswith(MODELS + "/"):
                 check_method(method, "GET", route)
                 await send_json(send, 200, self._models(route, error_body is messages.error_body))
@@ -114,13 +116,10 @@ class InferenceApp:
 
     def _authorize(self, target: Target, headers: Sequence[tuple[bytes, bytes]]) -> LiveEpisode:
         episode = self._engine.roster.find(target.episode_id)
-        key = None
-        for name, value in headers:
-            if name == b"authorization":
-                key = bearer(value.decode("latin-1"))
-            elif name == b"x-api-key":
-                key = value.decode("latin-1")
-        if key is None or not hmac.compare_digest(key.encode(), episode.api_key.encode()):
+        # An SDK may send a key of its own in one header and be told this one for the other.
+        keys = [bearer(value.decode("latin-1")) or "" for name, value in headers if name == b"authorization"]
+        keys += [value.decode("latin-1") for name, value in headers if name == b"x-api-key"]
+        if not any(hmac.compare_digest(key.encode(), episode.api_key.encode()) for key in keys):
             raise UnauthorizedError(
                 "the key does not open this episode", "send the api_key that its claim returned", code="invalid_api_key"
             )
@@ -135,20 +134,13 @@ class InferenceApp:
             return model
         return models.anthropic_list([model]) if is_anthropic else models.openai_list([model])
 
-    async def _count(self, episode: LiveEpisode, target: Target, receive: Receive, send: Send) -> None:
-        body = await read_body(receive)
-        if body is None:
-            return
-        model, asked, tools = messages.parse_count(read_json(body))
+    async def _count(self, raw: Mapping[str, Any], episode: LiveEpisode, target: Target, send: Send) -> None:
+        model, asked, tools = messages.parse_count(raw)
         agent = choose_agent(target.agent, model)
         episode.check_agent(agent)
-        await send_json(send, 200, {"input_tokens": episode.tracker.count_prompt(agent, asked, tools)})
+        await send_json(send, 200, {"input_tokens": len(episode.tracker.draft(agent, asked, tools).prompt_ids)})
 
-    async def _ask(self, dialect: Dialect, episode: LiveEpisode, target: Target, receive: Receive, send: Send) -> None:
-        body = await read_body(receive)
-        if body is None:
-            return
-        request = dialect.parse(read_json(body), episode)
+    async def _ask(self, request: Request, episode: LiveEpisode, target: Target, receive: Receive, send: Send) -> None:
         agent = choose_agent(target.agent, request.model)
         ask = episode.begin(self._engine.loaded, agent, request.call, follow=request.is_stream)
         gone = asyncio.create_task(wait_until_gone(receive))
@@ -160,18 +152,20 @@ class InferenceApp:
                 await self._reply(ask, request, gone, send)
         finally:
             gone.cancel()
-            # Anything that leaves a call open here was an error or a caller that went away.
+            # What is not settled here was an error or a caller that went away.
             ask.cancel()
 
     async def _reply(self, ask: RunningAsk, request: Request, gone: asyncio.Task[None], send: Send) -> None:
-        while not ask.is_done:
+        while not ask.is_done and not gone.done():
             await ask.has_news.wait()
             ask.has_news.clear()
-            if gone.done() and not ask.is_done:
-                return
+        if gone.done():
+            return
         for call in ask.calls:
             self._conclude(call)
-        await send_json(send, 200, request.whole(ask), call_header(ask))
+        body = request.whole(ask)
+        ask.settle()
+        await send_json(send, 200, body, call_header(ask))
 
     async def _stream(self, ask: RunningAsk, request: Request, gone: asyncio.Task[None], send: Send) -> None:
         # The status line waits for the first token: until then a refusal can still be a proper error.
@@ -184,10 +178,11 @@ class InferenceApp:
         writer = request.writer(ask)
         opening: list[tuple[bytes, bytes]] = [*STREAM_HEADERS, *call_header(ask)]
         await send({"type": "http.response.start", "status": 200, "headers": opening})
-        pending = writer.start()
+        pending = b""
         left = list(ask.calls)
         try:
-            while left:
+            pending += writer.start()
+            while True:
                 ask.has_news.clear()
                 for call in left.copy():
                     is_last = call.generation.done.done()
@@ -197,13 +192,17 @@ class InferenceApp:
                     if is_last:
                         pending += writer.finish(call)
                         left.remove(call)
+                if not left:
+                    break
                 if pending:
                     await send_bytes(send, pending)
                     pending = b""
-                if left:
-                    await ask.has_news.wait()
-                if gone.done() and left:
+                await ask.has_news.wait()
+                if gone.done():
                     return
+            pending += writer.end()
+            # Before it is sent: a caller may end its episode as soon as it has read this.
+            ask.settle()
         except SwarmEngineError as error:
             await send_bytes(send, pending + writer.fail(error), is_last=True)
             return
@@ -211,7 +210,7 @@ class InferenceApp:
             log.exception("the reply to ask %s could not be streamed to its end", ask.call_id)
             await send_bytes(send, pending + writer.fail(InternalError()), is_last=True)
             return
-        await send_bytes(send, writer.end(), is_last=True)
+        await send_bytes(send, pending, is_last=True)
 
     def _conclude(self, call: RunningCall) -> None:
         """Record a call whose sampling has ended.
@@ -237,11 +236,20 @@ class InferenceApp:
         call.finish(reason)
 
 
-def is_anthropic(route: str, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    """Whether a caller expects Anthropic's shapes: by its route, or where both have it, by its SDK's header."""
-    if route == MODELS or route.startswith(MODELS + "/"):
-        return any(name == b"anthropic-version" for name, _ in headers)
-    return route in ("messages", COUNT)
+def raw_path(scope: Scope) -> str:
+    """The path of a request, still percent-encoded."""
+    path: bytes = scope.get("raw_path") or scope["path"].encode()
+    return path.decode("ascii", "replace")
+
+
+def error_shape(scope: Scope) -> Callable[[SwarmEngineError], Mapping[str, Any]]:
+    """How the caller of an inference path expects errors: by its route, or where both APIs have it, by its header."""
+    try:
+        first = parse_path(raw_path(scope)).route.partition("/")[0]
+    except NotFoundError:
+        return openai_error
+    has_header = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return messages.error_body if first == "messages" or (first == MODELS and has_header) else openai_error
 
 
 def check_method(method: str, known: str, route: str) -> None:
@@ -261,7 +269,7 @@ def read_json(body: bytes) -> Mapping[str, Any]:
         BadRequestError: it is none.
     """
     try:
-        raw = json.loads(body)
+        raw = load_json(body)
     except ValueError as error:
         raise BadRequestError(f"the body is not valid JSON ({error})") from error
     except RecursionError as error:
@@ -299,7 +307,7 @@ async def read_body(receive: Receive) -> bytes | None:
     """The request's body; None where the caller went away.
 
     Raises:
-        UnsupportedError: it is too large.
+        TooLargeError: it is longer than the limit.
     """
     parts: list[bytes] = []
     size = 0
@@ -310,7 +318,7 @@ async def read_body(receive: Receive) -> bytes | None:
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > MAX_BODY_BYTES:
-            raise UnsupportedError(f"the body has more than {MAX_BODY_BYTES} bytes", "shorten the messages")
+            raise TooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes", "shorten the messages")
         if not message.get("more_body"):
             return b"".join(parts)
 

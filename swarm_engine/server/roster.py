@@ -314,7 +314,7 @@ class Roster:
         now = time.monotonic()
         if now >= episode.deadline:
             self._lose(episode, "timeout")
-        elif now >= episode.lease_until and not episode.running:
+        elif now >= episode.lease_until and not episode.asks:
             self._lose(episode, "lease_expired")
         else:
             if now >= episode.lease_until:
@@ -551,7 +551,7 @@ class Roster:
             "client_id": episode.client_id,
             "policy_version": episode.policy_version,
             "num_calls": len(episode.tracker.calls()),
-            "num_running_calls": len(episode.running),
+            "num_running_calls": episode.num_running,
             "seconds": round(time.monotonic() - episode.started_at, 3),
             "lease_s": episode.lease_s,
         }

@@ -14,7 +14,7 @@ from swarm_engine.errors import BadRequestError, TokenizerError
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.formats import NAME, TOOLS
 from swarm_engine.tracker.messages import BREAKER, Message, Tool, canonical
-from swarm_engine.tracker.replies import Answer, ToolCall
+from swarm_engine.tracker.replies import CHANNEL, END, MESSAGE, START, Answer, ToolCall
 from swarm_engine.tracker.tracker import Draft, EpisodeTracker
 from swarm_engine.types import FinishReason
 
@@ -107,14 +107,13 @@ def check_conformance(codec: ChatCodec) -> None:
     _drive(codec, PLAIN)
     if form is None:
         return
-    has_reasoning = form.reasoning is not None
-    if has_reasoning:
+    if form.has_reasoning:
         _drive(codec, REASONED)
     if form.calls is not None and codec.takes_tools:
         _drive(codec, ONE_CALL)
         # Some templates take one call a message, or no reasoning beside it; requests get the same refusal.
         _drive(codec, TWO_CALLS, may_refuse=True)
-        if has_reasoning:
+        if form.has_reasoning:
             _drive(codec, REASONED_CALL, may_refuse=True)
 
 
@@ -175,6 +174,10 @@ def _written(codec: ChatCodec, draft: Draft, answer: Answer) -> Sequence[int]:
     if tags is not None and tags.closes not in text and (is_open or answer.reasoning is not None):
         opens = "" if is_open else tags.opens + "\n"
         text = f"{opens}{answer.reasoning or ''}\n{tags.closes}\n\n{text}"
+    if tags is None and answer.reasoning is not None and answer.reasoning not in text:
+        # A template of channels that leaves the reasoning out of this message.
+        shown = text if text.startswith(CHANNEL) else f"{CHANNEL}final{MESSAGE}{text}"
+        text = f"{CHANNEL}analysis{MESSAGE}{answer.reasoning}{END}{START}assistant{shown}"
     ids = codec.encode(text)
     ends = [index for index, one in enumerate(ids) if one in codec.end_ids]
     if len(ends) > 1 and len(answer.tool_calls) > 1:

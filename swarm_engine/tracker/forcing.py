@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
@@ -43,7 +44,8 @@ def formed_answer(
 
 def _lark(form: ReplyFormat, reply: str, functions: Sequence[Mapping[str, Any]], literals: Callable[[str], str]) -> str:
     """The rules of a reply, reasoning before it and calls in it."""
-    rules = [f"start: {_before(form, literals)}{reply}"]
+    opening, rules = _before(form, literals)
+    rules.insert(0, f"start: {opening}{reply}")
     if functions:
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(functions))))
     for index, function in enumerate(functions):
@@ -53,25 +55,25 @@ def _lark(form: ReplyFormat, reply: str, functions: Sequence[Mapping[str, Any]],
         rules.append(f"call_{index}: {middle} arguments_{index} {literals(tail)}".rstrip())
         schema = {**function["parameters"], "x-guidance": SPACING}
         rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
-    if "reasoning_text" in rules[0]:
-        rules.append(f"reasoning_text: {TEXT}")
-    if "reasoning_end" in rules[0] and form.reasoning is not None:
-        closes = form.reasoning.closes.replace("/", r"\/")
-        rules.append(f"reasoning_end[lazy]: /(.|\\n)*{closes}/")
     return "\n".join(rules) + "\n"
 
 
-def _before(form: ReplyFormat, literals: Callable[[str], str]) -> str:
-    """Reasoning, where the model may write some or the prompt has opened it."""
+def _before(form: ReplyFormat, literals: Callable[[str], str]) -> tuple[str, list[str]]:
+    """Reasoning, where the model may write some or the prompt has opened it; and the rules that it needs."""
     if form.calls is not None and form.calls.family is Family.CHANNELS:
         opens, closes = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
-        return f"({literals(opens)} reasoning_text {literals(closes)})? "
+        return f"({literals(opens)} reasoning_text {literals(closes)})? ", [f"reasoning_text: {TEXT}"]
     if form.reasoning is None:
-        return ""
+        return "", []
     closes = literals(form.reasoning.closes)
-    body = f"reasoning_text {closes}" if closes.startswith("<[") else "reasoning_end"
+    if closes.startswith("<["):
+        body, rule = f"reasoning_text {closes}", f"reasoning_text: {TEXT}"
+    else:
+        tag = re.escape(form.reasoning.closes).replace("/", r"\/")
+        body, rule = "reasoning_end", f"reasoning_end[lazy]: /(.|\\n)*{tag}/"
     body += f" {json.dumps(chr(10) * 2)}"
-    return f"{body} " if form.is_reasoning_opened_by_prompt else f"({literals(form.reasoning.opens)} {body})? "
+    is_open = form.is_reasoning_opened_by_prompt
+    return f"{body} " if is_open else f"({literals(form.reasoning.opens)} {body})? ", [rule]
 
 
 def _around(calls: CallSyntax, name: str) -> tuple[str, str]:

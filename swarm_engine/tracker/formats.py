@@ -89,6 +89,11 @@ class ReplyFormat:
     is_reasoning_opened_by_prompt: bool = False
     """Whether the generation prompt opens the reasoning, as it did in the probe."""
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether replies may hold reasoning: between tags, or in a channel of its own."""
+        return self.reasoning is not None or (self.calls is not None and self.calls.family is Family.CHANNELS)
+
 
 @dataclass(frozen=True, slots=True)
 class Wants:

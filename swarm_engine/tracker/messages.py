@@ -221,10 +221,20 @@ def read_arguments(text: str) -> dict[str, Any] | str:
     So does text that no template could write again: what a model samples must never make the next request a bad one.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = load_json(text)
         return _checked(value, "arguments", MAX_DEPTH) if isinstance(value, dict) else text
     except (ValueError, RecursionError, BadRequestError):
         return text
+
+
+def load_json(text: str | bytes) -> Any:
+    """A JSON value that can be written again: NaN, infinity and numbers that no float holds are refused.
+
+    Raises:
+        ValueError: it is no such value.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _refuse_constant(name: str) -> Any:

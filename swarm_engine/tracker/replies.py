@@ -10,6 +10,8 @@ import codecs
 import hashlib
 import json
 import re
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -230,6 +232,9 @@ class ReplyReader:
         self._marks = markup.by_id if markup is not None else {}
         self._parser = _Parser(markup, call_id, frozenset(tool_names), is_reasoning_open)
         self._num_taken = 0
+        self._num_chars = 0
+        self._starts = array("Q")
+        """For each token how many characters of the reply, marks included, stand before its own."""
 
     def push(self, token_ids: Sequence[int]) -> None:
         """Read tokens, up to the one that completes a stop string."""
@@ -257,9 +262,30 @@ class ReplyReader:
 
     def take(self) -> list[Delta]:
         """What was not taken yet and can't change any more; all of it together is the answer."""
-        new = self._parser.deltas[self._num_taken :]
+        return [delta for delta, _ in self.take_placed()]
+
+    def take_placed(self) -> list[tuple[Delta, int]]:
+        """What `take` gives, each delta with the number of tokens that begin before its end."""
+        new, ends = self._parser.deltas[self._num_taken :], self._parser.ends[self._num_taken :]
         self._num_taken = len(self._parser.deltas)
-        return join(new)
+        joined = join(new)
+        lasts = [
+            index for index, delta in enumerate(new) if index + 1 == len(new) or _sort(delta) != _sort(new[index + 1])
+        ]
+        return [(delta, self.num_before(ends[last])) for delta, last in zip(joined, lasts, strict=True)]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens spent on reasoning, in a reply that is finished.
+
+        From the mark that opens it, where that was sampled, up to and with the one that closes it. In channels those of
+        analysis messages, headers and ends included.
+        """
+        return sum(self.num_before(end) - self.num_before(start) for start, end in self._parser.reasoning)
+
+    def num_before(self, place: int) -> int:
+        """How many tokens begin before a character of the reply, marks counted as characters."""
+        return bisect_left(self._starts, place)
 
     @property
     def answer(self) -> Answer:
@@ -279,18 +305,19 @@ class ReplyReader:
 
     def _decode(self, token_ids: Sequence[int]) -> list[tuple[str, str]]:
         """Tokens as text, the markup's control tokens marked."""
-        codec, pieces, raw = self.codec, list[tuple[str, str]](), bytearray()
+        codec, pieces = self.codec, list[tuple[str, str]]()
         for token_id in token_ids:
+            self._starts.append(self._num_chars)
             mark = self._marks.get(token_id)
             if mark is not None:
                 # A control token ends a character that was cut short.
-                text = _clean(self._decoder.decode(bytes(raw), final=True))
+                text = _clean(self._decoder.decode(b"", final=True))
                 pieces += [(text, text), (mark, "" if codec.is_hidden(token_id) else mark[1:])]
-                raw.clear()
+                self._num_chars += len(text) + len(mark)
             elif not codec.is_hidden(token_id):
-                raw += codec.token_bytes(token_id)
-        text = _clean(self._decoder.decode(bytes(raw)))
-        pieces.append((text, text))
+                text = _clean(self._decoder.decode(codec.token_bytes(token_id)))
+                pieces.append((text, text))
+                self._num_chars += len(text)
         return pieces
 
     def _release(self) -> None:
@@ -318,10 +345,15 @@ def _clean(text: str) -> str:
     return OURS.sub("\ufffd", text)
 
 
+def _sort(delta: Delta) -> tuple[type[Delta], int | None]:
+    """What deltas that belong together share."""
+    return type(delta), delta.index if isinstance(delta, ToolCallDelta) else None
+
+
 def join(deltas: Iterable[Delta]) -> list[Delta]:
     """Neighbours of one kind as one."""
     joined: list[Delta] = []
-    for (kind, _), group in groupby(deltas, lambda delta: (type(delta), getattr(delta, "index", None))):
+    for (kind, _), group in groupby(deltas, _sort):
         pieces = list(group)
         first = pieces[0]
         if isinstance(first, ToolCallDelta):
@@ -353,6 +385,11 @@ class _Parser:
 
     def __init__(self, markup: Markup | None, call_id: str, tools: frozenset[str], is_reasoning_open: bool) -> None:
         self.deltas: list[Delta] = []
+        self.ends: list[int] = []
+        """Where each delta ends, in characters of all that was fed."""
+        self.reasoning: list[tuple[int, int]] = []
+        """Where reasoning stood, from its mark to behind its last one, in characters of all that was fed."""
+        self._num_fed = 0
         self._call_id = call_id
         self._tools = tools
         self._num_calls = 0
@@ -371,9 +408,10 @@ class _Parser:
 
     def feed(self, text: str, is_over: bool = False) -> None:
         """Read more text."""
+        self._num_fed += len(text)
         if self._steps is None:
             if text:
-                self.deltas.append(TextDelta(text))
+                self._emit(TextDelta(text))
             return
         self._text += text
         self._is_over = self._is_over or is_over
@@ -393,10 +431,20 @@ class _Parser:
                 yield from self._pour(self._tell, ())
             else:
                 yield from self._content(markup, markup.calls)
-        if self._space and not self._is_after_block:
-            self.deltas.append(TextDelta(self._space))
+        space, self._space = self._space, ""
+        if space and not self._is_after_block:
+            self._emit(TextDelta(space))
+
+    def _emit(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self.ends.append(self._place - len(self._space))
 
     # Moving on in the text
+
+    @property
+    def _place(self) -> int:
+        """How many characters have been read."""
+        return self._num_fed - len(self._text)
 
     def _find(self, tags: Sequence[str]) -> tuple[int | None, int]:
         """Where the first of the tags stands, and how much of the text is surely none of them."""
@@ -444,21 +492,21 @@ class _Parser:
             text = text.lstrip()
         if text:
             self._has_content, self._is_after_block = True, False
-            self.deltas.append(TextDelta(text))
+            self._emit(TextDelta(text))
 
     def _say(self, text: str) -> None:
         """More content; white space at its end is markup if a call follows."""
         body = self._hold(text, not self._has_content and self._is_after_block)
         if body:
             self._has_content, self._is_after_block = True, False
-            self.deltas.append(TextDelta(body))
+            self._emit(TextDelta(body))
 
     def _muse(self, text: str) -> None:
         """More reasoning."""
         body = self._hold(text, not self._has_reasoning)
         if body:
             self._has_reasoning = True
-            self.deltas.append(ReasoningDelta(body))
+            self._emit(ReasoningDelta(body))
 
     def _argue(self, text: str) -> None:
         """More arguments of the newest call."""
@@ -466,7 +514,7 @@ class _Parser:
         if body:
             self._has_arguments = True
             index = self._num_calls - 1
-            self.deltas.append(ToolCallDelta(index, tool_call_id(self._call_id, index), "", body))
+            self._emit(ToolCallDelta(index, tool_call_id(self._call_id, index), "", body))
 
     def _hold(self, text: str, is_first: bool) -> str:
         text = self._space + self._markup.see(text)
@@ -475,7 +523,7 @@ class _Parser:
         return body.lstrip() if is_first else body
 
     def _begin_call(self, name: str) -> None:
-        self.deltas.append(ToolCallDelta(self._num_calls, tool_call_id(self._call_id, self._num_calls), name, ""))
+        self._emit(ToolCallDelta(self._num_calls, tool_call_id(self._call_id, self._num_calls), name, ""))
         self._num_calls += 1
         self._is_after_block = True
         self._has_arguments = False
@@ -492,6 +540,7 @@ class _Parser:
         yield from self._pour(self._muse, (tags.closes,))
         self._skip(tags.closes)
         self._space = ""
+        self.reasoning.append((0, self._place))
 
     # Calls
 
@@ -663,6 +712,7 @@ class _Parser:
         start, channel, message, *enders, _ = map(markup.mark, CHANNEL_TAGS)
         bounds = (*enders, start)
         is_started = False
+        begin = 0
         while True:
             yield from self._wait("to=")
             ahead = self._text.lstrip()
@@ -679,11 +729,13 @@ class _Parser:
                     header = ""
             to = re.search(rf"to=([^\s{MARK}]+)", header)
             which = re.search(rf"{re.escape(channel)}\s*(\w+)", header)
+            is_analysis = False
             if to is not None and self._tools:
                 self._begin_call(to[1].removeprefix("functions."))
                 yield from self._pour(self._argue, bounds)
                 self._space = ""
             elif which is not None and which[1] == "analysis":
+                is_analysis = True
                 self._is_after_block = True
                 self._space = "\n" if self._has_reasoning else ""
                 yield from self._pour(self._muse, bounds)
@@ -694,6 +746,9 @@ class _Parser:
                 yield from self._pour(self._say, bounds)
             for ender in enders:
                 self._skip(ender)
+            if is_analysis:
+                self.reasoning.append((begin, self._place))
+            begin = self._place
             yield from self._wait(start)
             is_started = self._skip(start)
 

@@ -10,7 +10,7 @@ history was trimmed or edited starts a timeline too.
 
 An ask is one request; its choices are calls of their own. The same messages asked again are a retry: the caller threw
 the first replies away. Of equal asks those calls are trained that later calls build on; where none is built on, every
-choice of the last ask is. The others stay as a record with the reason `unused_retry`.
+choice of the last ask that can be trained is. The others stay as a record with the reason `unused_retry`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CallNote:
     messages: tuple[Message, ...]
     """Those after the extended call's answer, or all of them; none where the prompt came as token ids."""
     answer: Answer
-    """The reply as it was returned."""
+    """The reply as it was read, whole; a caller that wants a single tool call gets the first of them."""
     tools: tuple[Tool, ...] = ()
     """Of its ask; a call that extends another has the same, and names none itself."""
 
@@ -58,6 +58,7 @@ class Draft:
     """A call on its way to the sampler."""
 
     call_id: str
+    """Empty until it is numbered, as `ask_id` is; its `index` is 0 until then."""
     ask_id: str
     """Shared by the choices of one request."""
     index: int
@@ -89,7 +90,7 @@ class _Answered:
 
 
 class EpisodeTracker:
-    """What one episode asked and got. Calls may overlap; every method is synchronous and cheap."""
+    """What one episode asked and got. Calls may overlap. No method waits; drafting renders and encodes a prompt."""
 
     def __init__(self, episode_id: str, policy: str, codec: ChatCodec, history: History = History.RECORDED) -> None:
         self._episode_id = episode_id
@@ -106,37 +107,32 @@ class EpisodeTracker:
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Agents that asked for something, in order of their first request."""
+        """Agents whose requests went to the sampler, in order of the first one."""
         return tuple(self._num_by_agent)
 
-    def begin(
-        self, agent: str, messages: Sequence[Message], tools: Sequence[Tool] = (), num_choices: int = 1
-    ) -> tuple[Draft, ...]:
-        """Turn a request into prompt ids and give each of its choices a number.
+    def begin(self, agent: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[Draft, ...]:
+        """Draft a request of one choice and number it at once.
+
+        Raises:
+            BadRequestError: see `draft`.
+        """
+        return self.number(self.draft(agent, messages, tools))
+
+    def draft(self, agent: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Draft:
+        """Turn a request into prompt ids. It has no number yet, so it may still be refused and leave no trace.
 
         Raises:
             BadRequestError: the chat template refuses the messages, or has no place for a part of them.
         """
-        return self._number(self._draft(agent, tuple(messages), tuple(tools)), num_choices)
-
-    def _draft(self, agent: str, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Draft:
-        """A request that has no number yet."""
+        messages, tools = tuple(messages), tuple(tools)
         self._codec.check(messages, tools)
         digests = prefix_digests(agent, messages, tools)
         base = self._longest_base(messages, digests)
         draft = self._render(agent, messages, tools, digests[-1]) if base is None else self._go_on(base, messages)
         return replace(draft, digest=digests[-1])
 
-    def count_prompt(self, agent: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-        """How many tokens the prompt of such a request would have.
-
-        Raises:
-            BadRequestError: see `begin`.
-        """
-        return len(self._draft(agent, tuple(messages), tuple(tools)).prompt_ids)
-
-    def begin_ids(self, agent: str, prompt_ids: Sequence[int], num_choices: int = 1) -> tuple[Draft, ...]:
-        """Give the choices of a prompt that came as token ids their numbers; the sampler gets these very ids.
+    def draft_ids(self, agent: str, prompt_ids: Sequence[int]) -> Draft:
+        """A request whose prompt came as token ids; the sampler gets these very ids.
 
         Raises:
             BadRequestError: it is empty.
@@ -145,7 +141,7 @@ class EpisodeTracker:
             raise BadRequestError("the prompt holds no token", "send at least one", param="prompt")
         written = _packed(prompt_ids)
         earlier = [(len(ids), call_id) for ids, call_id in self._raw.get(agent, ()) if written.startswith(ids)]
-        draft = Draft(
+        return Draft(
             call_id="",
             ask_id="",
             index=0,
@@ -162,10 +158,9 @@ class EpisodeTracker:
             extends=None,
             is_raw=True,
         )
-        return self._number(draft, num_choices)
 
-    def _number(self, draft: Draft, num_choices: int) -> tuple[Draft, ...]:
-        """The draft of an ask once for each of its choices."""
+    def number(self, draft: Draft, num_choices: int = 1) -> tuple[Draft, ...]:
+        """Count an ask that goes to the sampler now: its draft once for each choice, each with an id and an index."""
         index = self._num_by_agent.get(draft.agent, 0)
         self._num_by_agent[draft.agent] = index + num_choices
         first = self._num_drafts
@@ -301,17 +296,27 @@ class EpisodeTracker:
                 self._by_digest[extend_digest(draft.digest, answer.message())] = draft.call_id
         return call
 
+    def cancel(self, draft: Draft) -> None:
+        """Take a finished call's answer back: it never reached its caller whole, so nobody acted on it."""
+        known = self._answered[draft.call_id]
+        call = replace(known.call, finish_reason=FinishReason.CANCELLED, untrained_because=Untrained.CANCELLED)
+        self._answered[draft.call_id] = replace(known, call=call)
+        digest = extend_digest(draft.digest, known.answer.message())
+        if self._by_digest.get(digest) == draft.call_id:
+            del self._by_digest[digest]
+        if draft.is_raw:
+            self._raw[draft.agent] = [one for one in self._raw[draft.agent] if one[1] != draft.call_id]
+
     def calls(self) -> tuple[Call, ...]:
         """Every answered call in order of arrival, unused retries marked."""
         answered = self._in_order()
         used = {one.draft.builds_on for one in answered}
         last: dict[bytes, str] = {}
-        """The newest of equal asks."""
+        """The newest of equal asks that can be trained."""
         has_used: set[bytes] = set()
         for one in answered:
-            if one.call.finish_reason is FinishReason.CANCELLED:
-                continue
-            last[one.draft.digest] = one.draft.ask_id
+            if one.call.untrained_because is None:
+                last[one.draft.digest] = one.draft.ask_id
             if one.call.call_id in used:
                 has_used.add(one.draft.digest)
         calls = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,12 +17,20 @@ import httpx
 import openai
 import pytest
 from chat_template import CALL, TOOLS_AND_THINKING
+from chat_templates import CODECS
 from conftest import SMALL, Served, serve_thread
 from llguidance import LLMatcher
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from tiny_tokenizer import END_ID, NUM_IDS, START_ID, THINK_ID, ids, make_tokenizer
 
 from swarm_engine.client import SwarmRequestError, SyncEpisode
+from swarm_engine.errors import BadRequestError, NotFoundError, UnsupportedError
+from swarm_engine.server.dialects import DIALECTS
+from swarm_engine.server.dialects.messages import parse_count
+from swarm_engine.server.dialects.writing import encode
+from swarm_engine.server.episodes import LiveEpisode, _grammar
+from swarm_engine.server.inference import choose_agent, read_json
+from swarm_engine.server.serve import Front
 from swarm_engine.types import Mode
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -36,6 +46,14 @@ FLAT: Any = {"type": "function", **LOOKUP["function"]}
 ANTHROPIC: Any = {"name": "lookup", "description": "Looks up.", "input_schema": LOOKUP["function"]["parameters"]}
 TWO_CALLS = "Let me see.\n" + CALL % ("lookup", '{"q": "a"}') + "\n" + CALL % ("lookup", '{"q": "b"}')
 THOUGHT = "<think>\nhm\n</think>\n\n"
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"items": {"type": "array", "items": {"type": "string"}}},
+    "required": ["items"],
+    "additionalProperties": False,
+}
+NAMED: Any = {"type": "function", "function": {"name": "lookup"}}
+JSON_FORM: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
 @contextmanager
@@ -334,11 +352,9 @@ def test_arguments_that_are_no_json_come_as_sampled_and_the_episode_goes_on(play
         with episode(played, broken, "I see.") as claimed, sdk(claimed) as api:
             first = api.chat.completions.create(model="m", messages=HI, tools=[LOOKUP]).choices[0]
             history: Any = [*HI, first.message.model_dump(exclude_none=True)]
-            if first.message.tool_calls:
-                assert first.message.tool_calls[0].function.arguments == arguments  # type: ignore[union-attr]
-                history.append({"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "bad"})
-            else:
-                history += HI
+            (call,) = first.message.tool_calls or ()
+            assert call.function.arguments == arguments  # type: ignore[union-attr]
+            history.append({"role": "tool", "tool_call_id": call.id, "content": "bad"})
             second = api.chat.completions.create(model="m", messages=history, tools=[LOOKUP])
             assert second.choices[0].message.content == "I see."
             one, two = recorded(played, claimed)
@@ -589,7 +605,7 @@ def test_a_completion_runs_on_its_prompt_as_it_is(engine: Served, prompt: Any) -
         settings: Any = {"model": "m", "prompt": prompt, "max_tokens": 6, "seed": 3, "logprobs": 2}
         whole = api.completions.create(**settings)
         chunks = list(api.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
-        expected = [256] if isinstance(prompt[0], str) or prompt == "ab" else [97, 98]
+        expected = [256] if isinstance(prompt[0], str) else [97, 98]
         assert whole.usage is not None
         assert whole.usage.prompt_tokens == len(expected)
         first, second = recorded(engine, claimed)
@@ -704,6 +720,60 @@ def test_a_response_goes_on_by_its_id_or_by_its_items(played: Served, is_stream:
         assert two[: len(one)] == one
 
 
+def test_the_items_of_a_reply_that_reasons_between_its_parts_come_back_as_one_reply() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    def said(text: str) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    called = {"type": "function_call", "call_id": "c1", "name": "lookup", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "17"}
+    items = [
+        *HI,
+        thought("one"),
+        said("So."),
+        thought("\ntwo"),
+        called,
+        output,
+        thought("x"),
+        said("a"),
+        thought("y"),
+        said("b"),
+    ]
+    request = DIALECTS["responses"].parse({"model": "m", "input": items}, SimpleNamespace(responses={}))  # type: ignore[arg-type]
+    first, *later = [one for one in request.call.messages if one["role"] == "assistant"]
+    assert (first["content"], first["reasoning_content"], len(first["tool_calls"])) == ("So.", "one\ntwo", 1)
+    assert [(one["content"], one["reasoning_content"]) for one in later] == [("a", "x"), ("b", "y")]
+
+
+def test_log_probabilities_are_told_once_with_the_text_they_belong_to(serving: Callable[..., Served]) -> None:
+    from chat_template import TOOLS_AND_THINKING
+
+    served = serving(template=TOOLS_AND_THINKING, token_s=0.002)
+    with served.client() as client:
+        client.start({**SMALL, "sampler": {"backend": "scripted", "max_tokens": 500}}, wait=True)
+    asked: Any = {"model": "m", "input": "hi", "tools": [FLAT], "include": ["message.output_text.logprobs"]}
+    for reply, texts in (
+        (THOUGHT + "One." + ONE_CALL + "Two.", [len(THOUGHT) - 13 + 4, len(ONE_CALL) + 4 + 1]),
+        (THOUGHT + "One." + ONE_CALL, [len(THOUGHT) - 13 + 4]),
+        ("One.", [5]),
+    ):
+        with episode(served, reply, reply) as claimed, sdk(claimed) as api:
+            whole = api.responses.create(**asked)
+            events = list(api.responses.create(**asked, stream=True))
+        final = events[-1].response  # type: ignore[union-attr]
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        told = [event for event in events if event.type == "response.output_text.done"]
+        for output in (whole.output, done, final.output):
+            entries = [item.content[0].logprobs for item in output if item.type == "message"]  # type: ignore[union-attr]
+            assert [len(one or []) for one in entries] == texts
+        assert done == final.output
+        assert [len(event.logprobs) for event in told] == texts
+        deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+        assert sum(map(len, deltas)) in (sum(texts), sum(texts) - 1), "the end token comes with the end of its text"
+
+
 def test_a_response_that_was_not_stored_or_is_another_episodes_is_not_found(played: Served) -> None:
     with episode(played, "one", "two") as claimed, sdk(claimed) as api:
         first = api.responses.create(model="m", input="hi", store=False)
@@ -808,7 +878,7 @@ def test_the_anthropic_sdk_accumulates_a_stream_to_the_whole(played: Served) -> 
             assert (whole.stop_reason, whole.usage.output_tokens) == (final.stop_reason, final.usage.output_tokens)
 
 
-def test_tool_results_and_text_of_a_turn_keep_their_order(played: Served) -> None:
+def test_the_tool_results_of_a_turn_go_before_its_text(played: Served) -> None:
     """B079: the text stands before the result in the turn, and behind it for the template."""
     with episode(played, CALL % ("lookup", '{"q": "a"}'), "Warm.", "Hot.") as claimed, claude(claimed) as api:
         settings: Any = {"model": "m", "max_tokens": 500, "tools": [ANTHROPIC], "system": "be kind"}
@@ -1070,6 +1140,24 @@ def test_what_is_not_supported_is_a_400_that_names_the_field(
         assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("route", "change"),
+    [
+        ("chat/completions", {"reasoning_effort": "none"}),
+        ("responses", {"reasoning": {"effort": "none"}}),
+        ("messages", {"thinking": {"type": "disabled"}}),
+    ],
+)
+def test_a_model_of_channels_can_not_be_told_not_to_reason(played: Served, route: str, change: dict[str, Any]) -> None:
+    assert played.front is not None
+    with episode(played) as claimed:
+        live = played.front.engine.roster.find(claimed.episode_id)
+        loaded: Any = SimpleNamespace(codec=CODECS["harmony"])
+        request = DIALECTS[route].parse({**BODIES[route], **change}, live)
+        with pytest.raises(UnsupportedError, match="forbids the model to reason"):
+            live.begin(loaded, "main", request.call, follow=False)
+
+
 REFUSED_BY_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 5}, "top_k"),
     ({"top_p": 0.5}, "top_p"),
@@ -1098,6 +1186,148 @@ def test_what_messages_do_not_support_is_a_400_that_names_the_field(
         assert named in answer.json()["error"]["message"]
 
 
+SPOKEN: list[Any] = [
+    {"role": "system", "content": "be kind", "name": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "lookup", "arguments": "{}"}},
+        {"id": "c2", "type": "function", "function": {"name": "lookup", "arguments": {"q": 1}}},
+    ]},
+    {"role": "tool", "tool_call_id": "c1", "content": "17"},
+]  # fmt: skip
+FULL: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "model": "m@a", "messages": SPOKEN, "temperature": 1, "max_tokens": 2, "max_completion_tokens": 2, "n": 1,
+        "stream": False, "stream_options": {"include_usage": True, "include_obfuscation": False}, "logprobs": True,
+        "top_logprobs": 1, "stop": ["x"], "seed": 1,
+        "tools": [{**LOOKUP, "function": {**LOOKUP["function"], "strict": False}}], "tool_choice": NAMED,
+        "parallel_tool_calls": True, "response_format": JSON_FORM, "script": None, "user": "u",
+        "metadata": {"a": "b"}, "logit_bias": {}, "top_p": 1, "functions": [], "reasoning_effort": None,
+    },
+    "completions": {
+        "model": "m", "prompt": [97], "temperature": 1, "max_tokens": 2, "stream": False, "stream_options": {},
+        "logprobs": 1, "stop": "x", "seed": 1, "n": 1, "best_of": 1, "script": [97], "suffix": "", "echo": False,
+    },
+    "responses": {
+        "model": "m", "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "x"}],
+             "content": [{"type": "reasoning_text", "text": "hm"}], "encrypted_content": "hm"},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c1", "name": "lookup", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "17"},
+        ],
+        "instructions": "be kind", "previous_response_id": None, "temperature": 1, "max_output_tokens": 2,
+        "stream": False, "stream_options": {"include_obfuscation": False}, "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1, "tools": [FLAT], "tool_choice": {"type": "function", "name": "lookup"},
+        "parallel_tool_calls": True, "text": {"format": {"type": "text"}, "verbosity": "medium"}, "store": True,
+        "reasoning": {"effort": None}, "metadata": {"a": "b"}, "seed": 1, "stop": ["x"], "script": None, "user": "u",
+        "truncation": "disabled",
+    },
+    "messages": {
+        "model": "m", "system": [{"type": "text", "text": "be kind"}], "max_tokens": 2, "temperature": 1,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "a"},
+                {"type": "tool_use", "id": "c1", "name": "lookup", "input": {"q": "a"}},
+            ]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "17"}]},
+        ],
+        "stop_sequences": ["x"], "stream": False, "seed": 1, "script": None, "metadata": {"user_id": "u"},
+        "tools": [{**ANTHROPIC, "eager_input_streaming": True}], "thinking": {"type": "adaptive"},
+        "tool_choice": {"type": "tool", "name": "lookup", "disable_parallel_tool_use": False},
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    },
+}  # fmt: skip
+"""A request of each API with every field that is read, each of the shape it should have."""
+FULL["messages/count_tokens"] = {
+    name: FULL["messages"][name] for name in ("model", "system", "messages", "tools", "tool_choice", "output_config")
+}
+DEEP: Any = []
+for _ in range(300):
+    DEEP = [DEEP]
+ODD: list[Any] = [
+    None, True, False, 0, -1, 5, 2**64, -(2**64), 10**400, -0.0, 1.5, 1e308, "", "x", "\ud800", "\ufdd0", [], [[]],
+    [None], [5], [2**64], ["\ud800"], [{}], {}, {"a": None}, {"type": 5}, {"type": "text", "text": 5}, {"\ud800": 1},
+    DEEP, {"a": DEEP},
+]  # fmt: skip
+
+
+def places(value: Any, *here: Any) -> Iterator[tuple[Any, ...]]:
+    """Where a JSON value has others inside, at whatever depth."""
+    if here:
+        yield here
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from places(item, *here, key)
+
+
+def with_value(body: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a JSON value with another one somewhere inside."""
+    if not place:
+        return value
+    changed = body.copy()
+    changed[place[0]] = with_value(body[place[0]], place[1:], value)
+    return changed
+
+
+def prepare(front: Front, route: str, content: bytes, live: LiveEpisode) -> None:
+    """All that a request goes through before its calls are numbered, and what its reply repeats of it."""
+    raw = read_json(content)
+    if route == "messages/count_tokens":
+        _, messages, tools = parse_count(raw)
+        live.tracker.draft("main", messages, tools)
+        return
+    request = DIALECTS[route].parse(raw, live)
+    choose_agent(None, request.model)
+    loaded = front.engine.loaded
+    _grammar(loaded, request.call, live._draft(loaded, "main", request.call))
+    live._seed(0, live.tracker.draft_ids("main", [97]), request.call.seed, 0)
+    encode(getattr(request, "echoed", {}))
+
+
+@pytest.mark.parametrize("route", FULL)
+def test_no_value_of_any_field_is_a_fault_of_the_server(played: Served, route: str) -> None:
+    assert played.front is not None
+    body = FULL[route]
+    assert len(list(places(body))) > len(body)
+    with episode(played) as claimed:
+        live = played.front.engine.roster.find(claimed.episode_id)
+        prepare(played.front, route, json.dumps(body).encode(), live)
+        faults = []
+        for place in places(body):
+            for value in ODD:
+                content = json.dumps(with_value(body, place, value)).encode()
+                try:
+                    with contextlib.suppress(BadRequestError, NotFoundError):
+                        prepare(played.front, route, content, live)
+                except Exception as error:  # noqa: BLE001  # all of them are shown
+                    faults.append((place, value, error))
+        assert faults == []
+
+
+ODDEST: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": [2**64]}),
+    ("completions", {"prompt": "\ud800"}),
+    ("completions", {"prompt": [2**31 - 1]}),
+    ("chat/completions", {"temperature": 10**400}),
+    ("chat/completions", {"stream_options": []}),
+    ("responses", {"include": 5}),
+    ("responses", {"stream_options": {"include_usage": True}}),
+    ("responses", {"stream_options": {"include_obfuscation": 1}}),
+    ("messages", {"temperature": -(10**400)}),
+]
+
+
+@pytest.mark.parametrize(("route", "change"), ODDEST, ids=range(len(ODDEST)))
+def test_an_odd_value_is_a_400(engine: Served, route: str, change: dict[str, Any]) -> None:
+    with episode(engine) as claimed:
+        url, auth = f"{claimed.base_url}/{route}", {"x-api-key": claimed.api_key}
+        answer = httpx.post(url, headers=auth, content=json.dumps({**BODIES[route], **change}))
+        assert answer.status_code == 400, answer.text
+
+
 HARMLESS: dict[str, dict[str, Any]] = {
     "chat/completions": {
         "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "k",
@@ -1108,7 +1338,8 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "responses": {
         "store": False, "metadata": {}, "truncation": "disabled", "background": False, "reasoning": {"effort": None},
         "text": {"format": {"type": "text"}}, "include": [], "tools": [], "tool_choice": "auto", "user": "me",
-        "parallel_tool_calls": True, "top_p": 1.0, "safety_identifier": "me", "stream_options": None,
+        "parallel_tool_calls": True, "top_p": 1.0, "safety_identifier": "me",
+        "stream_options": {"include_obfuscation": True},
     },
     "messages": {
         "metadata": {"user_id": "me"}, "service_tier": "auto", "thinking": {"type": "disabled"}, "tools": [],
@@ -1127,14 +1358,7 @@ def test_what_changes_nothing_is_taken(engine: Served, route: str) -> None:
 # Forms
 
 
-SCHEMA: Any = {
-    "type": "object",
-    "properties": {"items": {"type": "array", "items": {"type": "string"}}},
-    "required": ["items"],
-    "additionalProperties": False,
-}
 ONE_CALL = CALL % ("lookup", '{"q": "a"}')
-NAMED: Any = {"type": "function", "function": {"name": "lookup"}}
 FORMS: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"response_format": {"type": "json_object"}}, '{"items":[]}'),
     (
@@ -1264,7 +1488,7 @@ def test_a_fault_of_the_server_has_each_apis_shape_and_says_nothing_of_its_insid
     engine: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with episode(engine) as claimed:
-        monkeypatch.setattr("swarm_engine.tracker.tracker.EpisodeTracker.begin", broken)
+        monkeypatch.setattr("swarm_engine.tracker.tracker.EpisodeTracker.draft", broken)
         with sdk(claimed) as api, pytest.raises(openai.InternalServerError, match="failed to answer") as theirs:
             api.chat.completions.create(model="policy", messages=HI)
         with claude(claimed) as other, pytest.raises(anthropic.InternalServerError, match="failed to answer") as own:
@@ -1278,12 +1502,78 @@ def test_a_fault_of_the_server_has_each_apis_shape_and_says_nothing_of_its_insid
         client.episode("dialects", mode=Mode.EVAL)
 
 
+@pytest.mark.parametrize("where", ["start", "more", "end"])
 def test_a_fault_in_the_middle_of_a_stream_ends_it_with_an_error_event(
-    engine: Served, monkeypatch: pytest.MonkeyPatch
+    engine: Served, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     with episode(engine) as claimed:
-        monkeypatch.setattr("swarm_engine.server.episodes.RunningCall.news", broken)
+        monkeypatch.setattr(f"swarm_engine.server.dialects.chat.ChatWriter.{where}", broken)
+        monkeypatch.setattr(f"swarm_engine.server.dialects.messages.MessagesWriter.{where}", broken)
         with sdk(claimed) as api, pytest.raises(openai.APIError, match="failed to answer"):
             list(api.chat.completions.create(model="policy", messages=HI, stream=True))
         with claude(claimed) as other, pytest.raises(anthropic.APIStatusError, match="failed to answer"):
             list(other.messages.create(model="policy", max_tokens=8, messages=HI, stream=True))
+        with engine.client() as client:
+            timelines = client.timelines(claimed.episode_id)
+        assert not any(any(timeline["blocks"][-1]["loss_mask"]) for timeline in timelines)
+
+
+def test_errors_have_their_apis_shape_before_a_route_is_found(engine: Served) -> None:
+    with episode(engine) as claimed:
+        auth = {"x-api-key": claimed.api_key}
+        evil = {**auth, "host": "evil.example"}
+        for route, is_theirs in (("messages", True), ("messages/count_tokens", True), ("chat/completions", False)):
+            answer = httpx.post(f"{claimed.base_url}/{route}", headers=evil, json=BODIES["messages"])
+            assert (answer.status_code, answer.json().get("type") == "error") == (421, is_theirs)
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        wrong = httpx.get(f"{claimed.base_url}/models", headers={**evil, "anthropic-version": "2023-06-01"})
+        assert wrong.json()["type"] == "error"
+        batches = httpx.post(f"{claimed.base_url}/v1/messages/batches", headers=auth, json={})
+        assert (batches.status_code, batches.json()["error"]["type"]) == (404, "not_found_error")
+        assert httpx.get(f"{engine.url}/swarm/v1/status", headers=evil).json()["error"]["hint"]
+
+
+def test_a_body_over_the_limit_is_a_413_in_every_apis_shape(engine: Served) -> None:
+    body = b" " * (32 * 1024 * 1024 + 1)
+    with episode(engine) as claimed:
+        for route, kind in (("messages", "request_too_large"), ("chat/completions", "invalid_request_error")):
+            answer = httpx.post(
+                f"{claimed.base_url}/{route}", headers={"x-api-key": claimed.api_key}, content=body, timeout=60
+            )
+            assert (answer.status_code, answer.json()["error"]["type"]) == (413, kind)
+
+
+SDK_TYPES: dict[str, tuple[Any, Any]] = {
+    "chat/completions": (openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk),
+    "completions": (openai.types.Completion, openai.types.Completion),
+    "responses": (openai.types.responses.Response, openai.types.responses.ResponseStreamEvent),
+    "messages": (anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
+}
+
+
+@pytest.mark.parametrize("route", SDK_TYPES)
+def test_every_reply_and_every_event_is_of_its_sdks_own_type(played: Served, route: str) -> None:
+    """The SDKs themselves check nothing of what they receive."""
+    whole_type, event_type = map(TypeAdapter, SDK_TYPES[route])
+    more: dict[str, Any] = {
+        "chat/completions": {"tools": [LOOKUP], "logprobs": True, "top_logprobs": 1},
+        "completions": {"logprobs": 1},
+        "responses": {
+            "tools": [FLAT], "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+            "top_logprobs": 1,
+        },
+        "messages": {"tools": [ANTHROPIC]},
+    }[route]  # fmt: skip
+    limit = "max_output_tokens" if route == "responses" else "max_tokens"
+    ways = {"stream_options": {"include_usage": True}} if "completions" in route else {}
+    for reply, length in ((THOUGHT + TWO_CALLS, 500), (THOUGHT + "Hi.", 500), ("a long story", 5)):
+        with episode(played, reply, reply) as claimed:
+            body = {**BODIES[route], **more, limit: length}
+            whole_type.validate_python(post(claimed, route, body).json())
+            told = post(claimed, route, {**body, **ways, "stream": True}).text
+            events = [line.removeprefix("data: ") for line in told.splitlines() if line.startswith("data: ")]
+            for event in map(json.loads, [one for one in events if one != "[DONE]"]):
+                for choice in event.get("choices", ()) if route == "completions" else ():
+                    # Null until the end, as the API itself has it and against its type.
+                    choice["finish_reason"] = choice["finish_reason"] or "stop"
+                event_type.validate_python(event)

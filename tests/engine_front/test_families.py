@@ -54,7 +54,8 @@ class Chat:
         self.served: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def ask(self, *messages: Message, num_choices: int = 1) -> tuple[Draft, ...]:
-        drafts = self.tracker.begin("main", parse_messages(list(messages)), self.tools, num_choices)
+        draft = self.tracker.draft("main", parse_messages(list(messages)), self.tools)
+        drafts = self.tracker.number(draft, num_choices)
         self.drafts += drafts
         return drafts
 
@@ -459,25 +460,25 @@ def test_ids_that_a_framework_makes_up_lead_to_the_calls_they_mean() -> None:
 def test_a_prompt_of_token_ids_is_served_as_it_came() -> None:
     """B012: ids 97 and 98 would be encoded as the one token 'ab'."""
     chat = Chat("qwen25")
-    (draft,) = chat.tracker.begin_ids("main", [97, 98])
+    (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", [97, 98]))
     assert draft.prompt_ids == (97, 98)
     answer = chat.finish(draft, [*chat.codec.encode(call_text("qwen25")), *ids("x")])
     assert (answer.tool_calls, answer.content[:11]) == ((), "<tool_call>"), "nobody said how to read it"
     assert chat.calls()[0].prompt_ids == (97, 98)
     with pytest.raises(BadRequestError, match="holds no token"):
-        chat.tracker.begin_ids("main", [])
+        chat.tracker.draft_ids("main", [])
     blocks = EpisodeBlocks(chat.record(), chat.codec).blocks(chat.rows()[0])
     assert [(block.author, block.role) for block in blocks] == [(Author.USER, "user"), (Author.LLM, "assistant")]
 
 
 def test_raw_prompts_that_go_on_from_a_reply_use_it() -> None:
     chat = Chat("qwen25")
-    first, second = chat.tracker.begin_ids("main", [1, 2], num_choices=2)
+    first, second = chat.tracker.number(chat.tracker.draft_ids("main", [1, 2]), num_choices=2)
     chat.finish(first, [3])
     chat.finish(second, [4])
-    (draft,) = chat.tracker.begin_ids("main", [1, 2, 4, 5])
+    (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", [1, 2, 4, 5]))
     assert draft.builds_on == second.call_id
-    assert chat.tracker.begin_ids("other", [1, 2, 4, 5])[0].builds_on is None
+    assert chat.tracker.draft_ids("other", [1, 2, 4, 5]).builds_on is None
     chat.finish(draft, [6])
     assert [call.untrained_because for call in chat.calls()] == [Untrained.UNUSED_RETRY, None, None]
     assert len(chat.rows()) == 2

@@ -26,7 +26,14 @@ TOOLS = parse_tools(
 )
 PLAIN_TAGS = Kind(QWEN3.template, CHATML_TOKENS)
 """Reasoning and calls between tags that the tokenizer has no tokens for."""
-FORCED = {name: kind for name, kind in {**KINDS, "plain_tags": PLAIN_TAGS}.items() if kind.codec().takes_tools}
+IN_BRACKETS = Kind(QWEN3.template.replace("<think>", "[THINK]").replace("</think>", "[/THINK]"), CHATML_TOKENS)
+CLOSES = {id(PLAIN_TAGS): "</think>", id(IN_BRACKETS): "[/THINK]"}
+"""Tags of several tokens that end reasoning; no such tag would ever be drawn by chance."""
+FORCED = {
+    name: kind
+    for name, kind in {**KINDS, "plain_tags": PLAIN_TAGS, "in_brackets": IN_BRACKETS}.items()
+    if kind.codec().takes_tools
+}
 
 
 def sample(kind: Kind, asked: list[Message], draw: random.Random) -> Answer:
@@ -40,20 +47,14 @@ def sample(kind: Kind, asked: list[Message], draw: random.Random) -> Answer:
     assert not matcher.get_error()
     sampled: list[int] = []
     spelled: list[int] = []
-    # A tag of several tokens would never be drawn by chance.
+    closes = CLOSES.get(id(kind))
     while not matcher.is_stopped():
         mask = matcher.compute_logit_bias()
         allowed = [token for token in range(tokenizer.get_vocab_size()) if mask[token]]
         wanted = [token for token in allowed if token >= 256 or chr(token) in '"}]</'] or allowed
         token = draw.choice(wanted if len(sampled) > 20 or draw.random() < 0.3 else allowed)
-        if (
-            kind is PLAIN_TAGS
-            and len(sampled) >= 20
-            and mask[ord("<")]
-            and not spelled
-            and "</think>" not in codec.show(sampled)
-        ):
-            spelled = ids("</think>") if codec.show(sampled).startswith("<think>") else []
+        if closes and len(sampled) >= 20 and mask[ord(closes[0])] and not spelled and closes not in codec.show(sampled):
+            spelled = ids(closes) if codec.show(sampled).startswith(closes.replace("/", "")) else []
         if spelled:
             token = spelled.pop(0)
         assert matcher.consume_token(token), matcher.get_error()
@@ -89,6 +90,21 @@ def test_reasoning_is_closed_only_where_this_prompt_opened_it() -> None:
     ]
     answer = sample(KINDS["deepseek"], asked, random.Random(0))
     assert (len(answer.tool_calls), answer.content) == (1, "")
+
+
+def test_the_tag_that_ends_reasoning_is_a_text_in_the_grammar_and_no_pattern() -> None:
+    grammar = IN_BRACKETS.codec().forced_call_grammar(TOOLS, ["look"])
+    tokenizer = make_tokenizer(IN_BRACKETS.special, IN_BRACKETS.added)
+    rules = LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id(IN_BRACKETS.ends[0]))
+    for thought, is_taken in (
+        ("[THINK]\nTHINK, IT\n[/THINK]\n\n<tool_call>", True),
+        ("[THINK]\nT\n\n<tool_call>", False),
+    ):
+        matcher = LLMatcher(rules, grammar)
+        assert not matcher.get_error()
+        assert all(matcher.try_consume_tokens([one]) for one in ids(thought)), "any text may stand in the reasoning"
+        mask = matcher.compute_logit_bias()
+        assert (mask[ord("x")] == 0) == is_taken
 
 
 def test_a_template_without_calls_says_so() -> None:

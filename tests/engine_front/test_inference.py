@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -192,6 +193,18 @@ def test_values_that_change_nothing_and_labels_are_taken(episode: SyncEpisode) -
 DEEP = b'{"messages": [{"role": "user", "content": [{"type": ' + b"[" * 990 + b"]" * 990 + b"}]}]}"
 
 
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e400", b"-1e400", b"9" * 5000], ids=range(6))
+def test_numbers_that_json_has_not_are_refused_before_anything_is_sampled(
+    engine: Served, episode: SyncEpisode, number: bytes
+) -> None:
+    auth = {"authorization": f"Bearer {episode.api_key}"}
+    body = b'{"input": "hi", "metadata": {"a": ' + number + b"}}"
+    answer = httpx.post(f"{episode.base_url}/responses", headers=auth, content=body)
+    assert answer.status_code == 400
+    assert "not valid JSON" in answer.json()["error"]["message"]
+    assert blocks(engine, episode) == []
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, DEEP], ids=range(7))
 def test_a_body_that_is_no_json_object_is_a_400(episode: SyncEpisode, body: bytes) -> None:
     auth = {"authorization": f"Bearer {episode.api_key}"}
@@ -350,6 +363,126 @@ def test_routes_that_are_not_there_say_so(episode: SyncEpisode, method: str, rou
     answer = httpx.request(method, f"{episode.base_url}{route}", headers=auth)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+
+
+def test_either_of_two_keys_opens_an_episode(episode: SyncEpisode) -> None:
+    for headers in (
+        [("authorization", f"Bearer {episode.api_key}"), ("x-api-key", "another vendor's")],
+        [("authorization", "Bearer another"), ("x-api-key", episode.api_key)],
+        [("x-api-key", episode.api_key), ("authorization", "Basic eDp5")],
+    ):
+        assert httpx.get(f"{episode.base_url}/models", headers=headers).status_code == 200
+    none = [("authorization", "Bearer another"), ("x-api-key", "another")]
+    assert httpx.get(f"{episode.base_url}/models", headers=none).status_code == 401
+
+
+def test_a_refused_call_is_no_call_of_its_agent(serving: Callable[..., Served]) -> None:
+    served = serving(max_context=100)
+    with served.client() as client:
+        client.start({**SMALL, "sampler": {"backend": "scripted", "max_tokens": 16}}, wait=True)
+        with client.episode("t", mode=Mode.EVAL, script=["one", "two"]) as episode:
+            assert episode.chat(HI).text == "one"
+            with pytest.raises(ContextLengthError):
+                episode.chat([{"role": "user", "content": "x" * 100}], agent="other")
+            tool = {"type": "function", "function": {"name": "f"}}
+            url, auth = f"{episode.base_url}/agents/third/chat/completions", {"x-api-key": episode.api_key}
+            assert httpx.post(url, headers=auth, json={"messages": HI, "tools": [tool]}).status_code == 400
+            assert episode.chat(HI).text == "two"
+            with pytest.raises(SwarmRequestError, match="0 replies left"):
+                episode.chat(HI, agent="fourth")
+            episode.end(reward={"main": 1.0})
+        timelines = client.timelines(episode.episode_id)
+    assert [timeline["agent"] for timeline in timelines] == ["main", "main"]
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "messages/count_tokens"])
+@pytest.mark.parametrize("how", ["abort", "end"])
+def test_an_episode_that_is_gone_when_a_body_has_come_in_serves_it_no_more(
+    engine: Served, route: str, how: str
+) -> None:
+    body = json.dumps({"model": "m", "messages": HI}).encode()
+    with engine.client() as client:
+        episode = client.episode("inference", mode=Mode.DEBUG)
+        url = urlsplit(episode.base_url)
+        connection = http.client.HTTPConnection(url.netloc)
+        connection.putrequest("POST", f"{url.path}/{route}")
+        connection.putheader("x-api-key", episode.api_key)
+        connection.putheader("content-length", str(len(body)))
+        connection.endheaders(body[:9])
+        time.sleep(0.2)
+        episode.abort() if how == "abort" else episode.end(reward=0.0)
+        connection.send(body[9:])
+        assert connection.getresponse().status == 410
+        connection.close()
+
+
+@contextmanager
+def scripted(served: Served, *script: str) -> Iterator[SyncEpisode]:
+    """An episode that plays these replies."""
+    with served.client() as client:
+        client.start({**SMALL, "sampler": {"backend": "scripted", "max_tokens": 500}}, wait=True)
+        yield client.episode("t", mode=Mode.EVAL, script=list(script))
+
+
+def streamed(episode: SyncEpisode, num_choices: int) -> AbstractContextManager[httpx.Response]:
+    body = {"messages": HI, "n": num_choices, "stream": True}
+    return httpx.stream(
+        "POST", f"{episode.base_url}/chat/completions", headers={"x-api-key": episode.api_key}, json=body
+    )
+
+
+def read_to_first_finish(lines: Iterator[str]) -> None:
+    next(line for line in lines if '"finish_reason":"stop"' in line)
+
+
+def assert_two_are_kept_and_none_is_trained(served: Served, episode: SyncEpisode) -> None:
+    first, second = blocks(served, episode)
+    assert first["token_ids"] == [*ids("a"), END_ID]
+    assert len(second["token_ids"]) >= 1
+    assert not any([*first["loss_mask"], *second["loss_mask"]])
+
+
+def test_a_caller_that_leaves_between_two_choices_trains_neither(serving: Callable[..., Served]) -> None:
+    served = serving(token_s=0.01)
+    with scripted(served, "a", "b" * 400) as episode:
+        with streamed(episode, 2) as answer:
+            read_to_first_finish(answer.iter_lines())
+        wait_for_running(served, episode, 0)
+        assert_two_are_kept_and_none_is_trained(served, episode)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_of_which_one_choice_fails_trains_neither(serving: Callable[..., Served], is_stream: bool) -> None:
+    served = serving(token_s=0.01, fails_after=4)
+    with scripted(served, "a", "bbbbbbb") as episode:
+        answer = httpx.post(
+            f"{episode.base_url}/chat/completions",
+            headers={"x-api-key": episode.api_key},
+            json={"messages": HI, "n": 2, "stream": is_stream},
+        )
+        assert "the weights are broken" in answer.text
+        assert_two_are_kept_and_none_is_trained(served, episode)
+
+
+def test_an_end_between_two_choices_trains_neither(serving: Callable[..., Served]) -> None:
+    served = serving(token_s=0.01)
+    with scripted(served, "a", "b" * 400) as episode:
+        with streamed(episode, 2) as answer:
+            lines = answer.iter_lines()
+            read_to_first_finish(lines)
+            episode.end(reward=1.0)
+            assert "ended while this call ran" in "".join(lines)
+        assert_two_are_kept_and_none_is_trained(served, episode)
+
+
+def test_a_caller_that_ends_its_episode_at_the_finish_reason_trains_the_reply(serving: Callable[..., Served]) -> None:
+    served = serving(token_s=0.01)
+    with scripted(served, "a") as episode:
+        with streamed(episode, 1) as answer:
+            read_to_first_finish(answer.iter_lines())
+            episode.end(reward=1.0)
+        (block,) = blocks(served, episode)
+    assert all(block["loss_mask"])
 
 
 def test_a_call_after_the_end_is_gone(engine: Served) -> None:

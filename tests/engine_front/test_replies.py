@@ -87,7 +87,10 @@ def test_the_families_are_told_by_what_their_templates_write() -> None:
         "deepseek": Family.NAMED,
         "hermes_text": Family.TAGGED_JSON,
     }
-    assert [name for name, codec in CODECS.items() if codec.reasoning_tags] == ["qwen3", "qwen3_opened", "deepseek"]
+    tagged = ["qwen3", "qwen3_opened", "deepseek"]
+    assert [name for name, codec in CODECS.items() if codec.reasoning_tags] == tagged
+    reasoning = {name for name, codec in CODECS.items() if codec.format and codec.format.has_reasoning}
+    assert reasoning == {*tagged, "harmony"}
 
 
 HERMES_CALL = '<tool_call>\n{"name": "look", "arguments": {"q": "x"}}\n</tool_call>'
@@ -407,3 +410,53 @@ def test_plain_text_comes_back_as_it_is(text: str, cuts: list[int]) -> None:
     found.push(tokens)
     found.finish()
     assert found.answer == Answer("".join("\ufffd" if "\ufdd0" <= one <= "\ufdd3" else one for one in text))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pieces"),
+    [
+        ("qwen3", [("<think>\nhm é\n</think>", True), ("\n\nHi<|im_end|>", False)]),
+        ("qwen3", [("<think>\n\n</think>", True), ("Hi<|im_end|>", False)]),
+        ("qwen3", [("Hi <think>x</think><|im_end|>", False)]),
+        ("qwen3", [("<think>never closed", True), ("<|im_end|>", False)]),
+        ("qwen3_opened", [("hm\n</think>", True), ("\n\nHi<|im_end|>", False)]),
+        ("qwen3_opened", [("never closed", True), ("<|im_end|>", False)]),
+        ("qwen25", [("<think>a</think>b<|im_end|>", False)]),
+        (
+            "harmony",
+            [
+                ("<|channel|>analysis<|message|>hm<|end|>", True),
+                ("<|start|>assistant<|channel|>final<|message|>Hi<|return|>", False),
+            ],
+        ),
+        (
+            "harmony",
+            [
+                ("<|channel|>analysis<|message|>hm<|end|>", True),
+                ("<|start|>assistant<|channel|>commentary<|message|>So.<|end|>", False),
+                ("<|start|>assistant<|channel|>analysis<|message|>and<|end|>", True),
+                ("<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{}<|call|>", False),
+            ],
+        ),
+        ("harmony", [("<|channel|>analysis<|message|>never ended", True)]),
+    ],
+)
+def test_reasoning_tokens_are_those_from_its_first_mark_to_its_last(kind: str, pieces: list[tuple[str, bool]]) -> None:
+    codec = CODECS[kind]
+    tokens = [(one, is_thought) for text, is_thought in pieces for one in codec.encode(text)]
+    expected = sum(is_thought for _, is_thought in tokens)
+    for stop in ((), ("never said",)):
+        for size in (1, 3, len(tokens)):
+            found = reader(kind, stop)
+            for start in range(0, len(tokens), size):
+                found.push([one for one, _ in tokens[start : start + size]])
+            found.finish()
+            assert found.num_reasoning_tokens == expected
+
+
+def test_reasoning_tokens_end_where_a_stop_string_ends_the_reply() -> None:
+    codec = CODECS["qwen3"]
+    found = reader("qwen3", ("xyz",))
+    found.push(codec.encode("<think>\nhm xyz more</think>"))
+    found.finish()
+    assert found.num_reasoning_tokens == len(codec.encode("<think>\nhm "))

@@ -16,6 +16,7 @@ from swarm_engine.merger import merge
 from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.codec import ChatCodec, ChatTemplate
 from swarm_engine.tracker.messages import Message, parse_messages
+from swarm_engine.tracker.replies import Answer
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Author, Call, Episode, FinishReason, Mode, Outcome
 
@@ -326,6 +327,45 @@ def test_a_cancelled_try_does_not_count_as_the_one_that_was_asked_last() -> None
     chat.reply(user("hi"), sampled=[*ids("a"), END_ID])
     chat.reply(user("hi"), sampled=ids("b"), reason=FinishReason.CANCELLED)
     assert [call.untrained_because for call in chat.calls()] == [None, "cancelled"]
+
+
+def test_a_last_try_that_can_not_be_trained_does_not_take_the_training_from_the_others() -> None:
+    chat = Chat()
+    chat.reply(user("hi"), sampled=[*ids("a"), END_ID])
+    chat.reply(user("hi"), sampled=[*ids("b"), END_ID])
+    chat.reply(user("hi"), sampled=[*ids("c"), END_ID], temperature=0.0)
+    assert [call.untrained_because for call in chat.calls()] == ["unused_retry", None, "greedy"]
+
+
+def test_a_draft_that_gets_no_number_leaves_no_trace() -> None:
+    chat = Chat()
+    chat.tracker.draft("other", [user("hi")])
+    chat.tracker.draft_ids("main", [97])
+    assert (chat.tracker.agents, chat.calls()) == ((), ())
+    draft = chat.ask(user("hi"))
+    assert (draft.call_id, draft.index, chat.tracker.agents) == ("e-0", 0, ("main",))
+
+
+def test_a_finished_call_that_is_taken_back_is_not_trained_and_nothing_builds_on_it() -> None:
+    chat = Chat()
+    draft = chat.ask(user("hi"))
+    answer = chat.answer(draft, [*ids("a"), END_ID])
+    chat.tracker.cancel(draft)
+    assert [call.untrained_because for call in chat.calls()] == ["cancelled"]
+    assert chat.ask(user("hi"), answer, user("go")).builds_on is None
+    (raw,) = chat.tracker.number(chat.tracker.draft_ids("main", [97]))
+    chat.tracker.finish(
+        raw,
+        completion_ids=[98],
+        logprobs=[-0.5],
+        policy_versions=[0],
+        temperature=1.0,
+        finish_reason=FinishReason.STOP,
+        answer=Answer("b"),
+    )
+    assert chat.tracker.draft_ids("main", [97, 98, 99]).builds_on == raw.call_id
+    chat.tracker.cancel(raw)
+    assert chat.tracker.draft_ids("main", [97, 98, 99]).builds_on is None
 
 
 def test_calls_that_overlap_are_kept_in_order_of_arrival() -> None:

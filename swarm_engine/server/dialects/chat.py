@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError
+from swarm_engine.errors import BadRequestError, SwarmEngineError
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
 from swarm_engine.tracker.messages import parse_messages, parse_tools
@@ -180,7 +180,4 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
 
 def usage_event(raw: Mapping[str, Any]) -> bool:
     """Whether a stream ends with its token counts."""
-    options = raw.get("stream_options") or {}
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise UnsupportedError("stream_options takes include_usage only", param="stream_options")
-    return fields.flag(options, "include_usage")
+    return fields.flag(fields.stream_options(raw, "include_usage", "include_obfuscation"), "include_usage")

@@ -1,7 +1,7 @@
 """OpenAI's completions: a prompt as text or token ids, past the chat template.
 
 Ids are what the model runs on, unchanged. In a text nothing is a control token. One request has one prompt; where it
-sets no limit, the server's own holds, and not the 16 tokens of OpenAI's.
+sets no limit, the server's own holds (`sampler.max_tokens`), and not 16 tokens as OpenAI's.
 """
 
 from __future__ import annotations
@@ -160,4 +160,4 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         value = value[0]
     if not value or not isinstance(value, str | list):
         raise BadRequestError("prompt must be a text or a list of token ids, and not empty", param="prompt")
-    return value if isinstance(value, str) else fields.token_ids(value, "prompt")
+    return fields.unicode_text(value, "prompt") if isinstance(value, str) else fields.token_ids(value, "prompt")

@@ -6,7 +6,6 @@ label a request (`user`, `metadata`, …) are taken and dropped.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ MAX_TEMPERATURE = 2.0
 MIN_TEMPERATURE = 0.01
 """Lower ones but 0 underflow: the reply is greedy, yet its log-probabilities and their gradients are 1/temperature."""
 MAX_TOKENS = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
 
 SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -100,6 +100,17 @@ def text(raw: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
+def unicode_text(value: str, name: str) -> str:
+    """A text that can be encoded."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequestError(
+            f"{name} holds a lone surrogate at character {error.start}", "send valid Unicode text", param=name
+        ) from error
+    return value
+
+
 def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """True or false."""
     value = raw.get(name)
@@ -137,9 +148,9 @@ def temperature(raw: Mapping[str, Any]) -> float:
     value = raw.get("temperature")
     if value is None:
         return 1.0
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= MAX_TEMPERATURE:
-        raise BadRequestError(f"temperature must be a number from 0 to 2, not {value!r}", param="temperature")
+        raise BadRequestError(f"temperature must be a number from 0 to 2, not {value!r:.80}", param="temperature")
     if 0 < value < MIN_TEMPERATURE:
         raise BadRequestError(
             f"temperature {value!r} is too close to 0 to be sampled at and trained",
@@ -168,15 +179,27 @@ def stops(raw: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
 def script(raw: Mapping[str, Any]) -> Script | None:
     """The reply to play."""
     value = raw.get("script")
-    if value is None or isinstance(value, str):
-        return value
-    return token_ids(value, "script")
+    if value is None:
+        return None
+    return unicode_text(value, "script") if isinstance(value, str) else token_ids(value, "script")
+
+
+def stream_options(raw: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
+    """How a stream is to be told: flags, each one of `known`."""
+    options = raw.get("stream_options")
+    if options is None:
+        return {}
+    if not isinstance(options, dict) or options.keys() - set(known):
+        raise UnsupportedError(f"stream_options takes {' and '.join(known)} only", param="stream_options")
+    for name in known:
+        flag(options, name)
+    return options
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
     """A list of token ids."""
     if not isinstance(value, list) or not all(
-        isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value
+        isinstance(one, int) and not isinstance(one, bool) and 0 <= one <= MAX_TOKEN_ID for one in value
     ):
         raise BadRequestError(f"{name} must be a text or a list of token ids", param=name)
     return tuple(value)

@@ -53,6 +53,7 @@ ERROR_KINDS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    413: "request_too_large",
     503: "overloaded_error",
 }
 

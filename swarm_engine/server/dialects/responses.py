@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError, UnsupportedError
@@ -94,9 +95,10 @@ class Items:
         """Text of the open item."""
         self._kind: object = None
         """Of the pieces that the open item takes: their type, and for a call its place."""
-        self._entries: list[dict[str, Any]] = []
-        """Log-probabilities that no text event has told of yet."""
         self._told: list[dict[str, Any]] = []
+        """Log-probabilities that the events of the open text have told."""
+        self._num_told = 0
+        """Tokens whose log-probabilities have been told."""
 
     def response(self, status: str, call: RunningCall | None = None, error: SwarmEngineError | None = None) -> Event:
         """The response as it is now; with its call where that is recorded."""
@@ -130,27 +132,24 @@ class Items:
 
     def take(self, news: News) -> Iterable[Event]:
         """Events of what came in."""
-        if self._request.has_logprobs:
-            self._entries += writing.token_entries(self._ask.calls[0], news.tokens)
-        for delta in news.deltas:
+        for delta, end in zip(news.deltas, news.ends, strict=True):
             kind = type(delta) if isinstance(delta, TextDelta | ReasoningDelta) else delta.index
             if kind != self._kind:
                 yield from self._close_item("completed")
                 yield from self._open_item(delta)
                 self._kind = kind
-            yield from self._grow(delta)
+            yield from self._grow(delta, end)
 
     def close(self, call: RunningCall) -> Iterable[Event]:
         """Events of the end of the output; a later request can go on from it now."""
         if not self._output:
             yield from self._open_item(TextDelta(""))
+        if self._output[-1]["type"] == "message":
+            # The end token belongs to the text before it.
+            self._tell_to(len(call.generation.token_ids))
         yield from self._close_item(_status(call))
         if self._request.is_stored:
             self._ask.episode.responses[self._name] = (*self._request.history, call.answer.message())
-        text = next((item for item in self._output if item["type"] == "message"), None)
-        if self._request.has_logprobs and text is not None:
-            # The end token and those of reasoning and calls belong to no text; the reply's first one carries them all.
-            text["content"][0]["logprobs"] = self._told + self._entries
 
     def abandon(self) -> Iterable[Event]:
         """Events of an output that broke off."""
@@ -170,7 +169,7 @@ class Items:
 
     def _open_item(self, delta: Delta) -> Iterable[Event]:
         name = f"{self._ask.call_id}_{len(self._output)}"
-        self._is_open, self._parts = True, []
+        self._is_open, self._parts, self._told = True, [], []
         item: dict[str, Any]
         match delta:
             case TextDelta():
@@ -203,11 +202,19 @@ class Items:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._told.copy()}
 
-    def _grow(self, delta: Delta) -> Iterable[Event]:
+    def _tell_to(self, end: int) -> list[dict[str, Any]]:
+        """The log-probabilities of the tokens up to `end` that were not told; those before a text are told with it."""
+        if not self._request.has_logprobs:
+            return []
+        entries = writing.token_entries(self._ask.calls[0], range(self._num_told, end))
+        self._num_told = max(end, self._num_told)
+        self._told += entries
+        return entries
+
+    def _grow(self, delta: Delta, end: int) -> Iterable[Event]:
         match delta:
             case TextDelta(text):
-                entries, self._entries = self._entries, []
-                self._told += entries
+                entries = self._tell_to(end)
                 yield self._event("output_text.delta", content_index=0, delta=text, logprobs=entries)
             case ReasoningDelta(text):
                 yield self._event("reasoning_text.delta", content_index=0, delta=text)
@@ -291,7 +298,10 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
         NotFoundError: this episode has no such earlier response.
     """
     RULES.check(raw)
+    fields.stream_options(raw, "include_obfuscation")
     include = raw.get("include") or []
+    if not isinstance(include, list):
+        raise BadRequestError(f"include must be a list, not {include!r:.80}", param="include")
     if unknown := [one for one in include if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING)]:
         raise UnsupportedError(f"include has {unknown[0]!r}, which this server has nothing of", param="include")
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
@@ -405,37 +415,57 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
     if not raw:
         raise BadRequestError("input must be a text or a list with at least one item", param="input")
     messages: list[dict[str, Any]] = []
-    reply: dict[str, Any] | None = None
-    """The assistant's message that items are still being added to."""
-    for where, item in fields.items(raw, "input"):
-        kind = item.get("type", "message" if "role" in item else None)
-        is_reply = kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
-        if not is_reply:
-            reply = None
-            messages.append(_other(kind, item, where))
+    for is_reply, group in groupby(fields.items(raw, "input"), lambda one: _is_reply(one[1])):
+        items = list(group)
+        messages += _replies(items) if is_reply else [_other(item, where) for where, item in items]
+    return messages
+
+
+def _kind(item: Mapping[str, Any]) -> Any:
+    return item.get("type", "message" if "role" in item else None)
+
+
+def _is_reply(item: Mapping[str, Any]) -> bool:
+    kind = _kind(item)
+    return kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
+
+
+def _replies(items: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Items of the assistant in a row: one reply, but where a message comes behind another without a call.
+
+    A model that reasons between its calls and messages wrote one reply, whose record joins them with nothing between.
+    """
+    replies: list[dict[str, Any]] = []
+    thought = ""
+    for where, item in items:
+        kind = _kind(item)
+        if kind == "reasoning":
+            thought += _reasoning(item, where)
             continue
-        if reply is None or _begins_anew(kind, reply):
-            reply = {"role": "assistant", "content": ""}
-            messages.append(reply)
+        if not replies or (kind == "message" and replies[-1]["content"] and "tool_calls" not in replies[-1]):
+            replies.append({"role": "assistant", "content": ""})
+        reply = replies[-1]
+        _add_thought(reply, thought)
+        thought = ""
         if kind == "message":
             reply["content"] += _text(item.get("content"), f"{where}.content")
-        elif kind == "reasoning":
-            reply["reasoning_content"] = _reasoning(item, where)
         else:
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             reply.setdefault("tool_calls", []).append(call)
-    return messages
+    if not replies:
+        replies.append({"role": "assistant", "content": ""})
+    _add_thought(replies[-1], thought)
+    return replies
 
 
-def _begins_anew(kind: Any, reply: Mapping[str, Any]) -> bool:
-    """Whether an item belongs to another reply than the items right before it."""
-    if kind == "reasoning":
-        return True
-    return bool(kind == "message" and reply["content"] and "tool_calls" not in reply)
+def _add_thought(reply: dict[str, Any], thought: str) -> None:
+    if thought:
+        reply["reasoning_content"] = reply.get("reasoning_content", "") + thought
 
 
-def _other(kind: Any, item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _other(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kind = _kind(item)
     if kind == "message":
         return {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
     if kind == "function_call_output":

@@ -1,4 +1,4 @@
-"""What the writers of all APIs share: events, pieces of a reply in order, token log-probabilities, errors."""
+"""What the writers share: events, token log-probabilities, and the heads, usage, ends and errors of OpenAI's APIs."""
 
 from __future__ import annotations
 
