@@ -45,7 +45,7 @@ from typing import Any, Protocol
 
 import uvloop
 from endpoint_backend import REPLY_TEXT
-from rows import Row, write_rows
+from rows import Row, show, show_promises, write_rows
 
 from experiments_db.intervals import t_interval
 from swarm_engine.client import SwarmClient
@@ -453,12 +453,6 @@ def promises(rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
             yield row.value < MAX_SHARE, f"{row.case}: {row.metric} is {row.value:.3f}, below {MAX_SHARE:.3f}"
 
 
-def show(row: Row) -> str:
-    """A row for people."""
-    interval = "" if row.ci_low is None or row.ci_high is None else f" [{row.ci_low:.3f}, {row.ci_high:.3f}]"
-    return f"{row.case:<16} {row.metric:<28} {row.value:9.3f}{interval} {row.unit}, n={row.n}"
-
-
 def main() -> int:
     """Run it; the exit code says nothing about the promises, the last lines do."""
     parser = argparse.ArgumentParser(description="What does the endpoint cost?")
@@ -475,8 +469,7 @@ def main() -> int:
     if args.json:
         write_rows(rows, args.json)
     if not args.quick:
-        for is_kept, text in promises(rows):
-            print("kept  " if is_kept else "MISSED", text)
+        show_promises(promises(rows))
     return 0
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from project_runs import Trained, TrainingError, interval_of, train
-from rows import Row, write_rows
+from rows import Row, show, show_promises, write_rows
 
 from experiments_db.intervals import Interval, t_interval
 from swarm_engine.models import resolve
@@ -169,12 +169,6 @@ def promises(rows: Sequence[Row], games: Sequence[str]) -> Iterator[tuple[bool, 
         yield control < MAX_SHUFFLED_RISE, f"{game}: shuffled rewards rise by {control:.3f}, below {MAX_SHUFFLED_RISE}"
 
 
-def show(row: Row) -> str:
-    """A row for people."""
-    interval = "" if row.ci_low is None or row.ci_high is None else f" [{row.ci_low:.3f}, {row.ci_high:.3f}]"
-    return f"{row.case:<28} {row.metric:<24} {row.value:8.3f}{interval} {row.unit}, n={row.n}"
-
-
 def main() -> int:
     """Run it; the exit code says whether every training came to its end, the last lines whether the promises hold."""
     parser = argparse.ArgumentParser(description="Does the embedded model learn?")
@@ -202,8 +196,7 @@ def main() -> int:
                 if args.json:
                     write_rows(rows, args.json)
     if not args.quick and not failures:
-        for is_kept, text in promises(rows, games):
-            print("kept  " if is_kept else "MISSED", text)
+        show_promises(promises(rows, games))
     return 1 if failures else 0
 
 

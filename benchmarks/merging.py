@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rows import Row, write_rows
+from rows import Row, show, show_promises, write_rows
 from trajectories import SETS, VOCAB_SIZE, Batch, group
 
 from experiments_db.intervals import Interval, t_interval
@@ -304,12 +304,6 @@ def promises(found: Measured) -> Iterator[tuple[bool, str]]:
         yield part < MAX_MEMORY_SHARE, f"{name}: {part:.2f} of packed's peak memory, below {MAX_MEMORY_SHARE:.2f}"
 
 
-def show(row: Row) -> str:
-    """A row for people."""
-    interval = "" if row.ci_low is None or row.ci_high is None else f" [{row.ci_low:.2f}, {row.ci_high:.2f}]"
-    return f"{row.case:<20} {row.metric:<22} {row.value:10.2f}{interval} {row.unit}"
-
-
 def main() -> int:
     """Run it; the exit code says nothing about the promises, the last lines do."""
     parser = argparse.ArgumentParser(description="What is shared context worth?")
@@ -337,8 +331,7 @@ def main() -> int:
         if args.json:
             write_rows(rows, args.json)
     if not args.quick and args.model == "small":
-        for is_kept, text in kept:
-            print("kept  " if is_kept else "MISSED", text)
+        show_promises(kept)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,18 @@ class Row:
     n: int
     """What the interval is over; the benchmark says what."""
     quick: bool
+
+
+def show(row: Row) -> str:
+    """A row for people."""
+    interval = "" if row.ci_low is None or row.ci_high is None else f" [{row.ci_low:.3f}, {row.ci_high:.3f}]"
+    return f"{row.case:<30} {row.metric:<30} {row.value:10.3f}{interval} {row.unit}, n={row.n}"
+
+
+def show_promises(promises: Iterable[tuple[bool, str]]) -> None:
+    """What is promised, each with whether it was kept."""
+    for is_kept, text in promises:
+        print("kept  " if is_kept else "MISSED", text)
 
 
 def write_rows(rows: Sequence[Row], file: Path) -> None:
