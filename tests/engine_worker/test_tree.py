@@ -237,31 +237,23 @@ def loss_of(logits_T_V: Tensor, tokens: Tensor, weight: float) -> Tensor:
     return weight * logits_T_V[:-1].log_softmax(-1).gather(1, tokens[1:, None]).sum()
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-def test_models_of_transformers_compute_the_same_on_a_tree(name: str, is_checkpointed: bool) -> None:
-    register()
-    family, changes = FAMILIES[name]
-    rows = rows_of_ids(1)
-    model = transformers_model(family, "sdpa", **changes)  # "eager" takes its softmax in float32
-    expected = gradient_of(
-        model,
-        lambda: torch.autograd.backward(
-            sum(
-                loss_of(model(input_ids=torch.tensor([row])).logits[0], torch.tensor(row), 0.3 * index - 1)
-                for index, row in enumerate(rows)
-            )
-        ),
-    )
-    on_tree = transformers_model(family, TREE, **changes)
-    on_tree.load_state_dict(model.state_dict())
-    if is_checkpointed:
-        on_tree.gradient_checkpointing_enable({"use_reentrant": False})
+def row_by_row(model: Any, rows: list[list[int]]) -> Tensor:
+    """The gradient of all rows' losses, one row at a time."""
+
+    def backward() -> None:
+        for index, row in enumerate(rows):
+            loss = loss_of(model(input_ids=torch.tensor([row])).logits[0], torch.tensor(row), 0.3 * index - 1)
+            torch.autograd.backward(loss)
+
+    return gradient_of(model, backward)
+
+
+def laid_over_each_other(model: Any, rows: list[list[int]]) -> Tensor:
+    """The same on their trie."""
     trie = build_trie([np.array(row, np.int32) for row in rows])
 
     def backward() -> None:
-        logits = on_tree(
+        logits = model(
             input_ids=torch.from_numpy(trie.tokens_U.astype(np.int64))[None],
             position_ids=torch.from_numpy(trie.depths_U.astype(np.int64))[None],
             tree=attention_for(trie, torch.device("cpu")),
@@ -273,7 +265,56 @@ def test_models_of_transformers_compute_the_same_on_a_tree(name: str, is_checkpo
         ]
         torch.autograd.backward(sum(losses[1:], losses[0]))
 
-    assert distance(gradient_of(on_tree, backward), expected) < LIMIT
+    return gradient_of(model, backward)
+
+
+def both_ways(family: str, **changes: Any) -> tuple[Any, Any]:
+    """One model twice, for rows and for a trie."""
+    register()
+    model = transformers_model(family, "sdpa", **changes)  # "eager" takes its softmax in float32
+    on_tree = transformers_model(family, TREE, **changes)
+    on_tree.load_state_dict(model.state_dict())
+    return model, on_tree
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_models_of_transformers_compute_the_same_on_a_tree(name: str, is_checkpointed: bool) -> None:
+    family, changes = FAMILIES[name]
+    model, on_tree = both_ways(family, **changes)
+    if is_checkpointed:
+        on_tree.gradient_checkpointing_enable({"use_reentrant": False})
+    rows = rows_of_ids(1)
+    assert distance(laid_over_each_other(on_tree, rows), row_by_row(model, rows)) < LIMIT
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_learn_the_same_on_a_tree() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        return get_peft_model(model, settings)
+
+    model, on_tree = map(adapted, both_ways("qwen3"))
+    rows = rows_of_ids(2)
+    expected = row_by_row(model, rows)
+    assert len(expected) == sum(one.numel() for name, one in model.named_parameters() if "lora" in name)
+    assert distance(laid_over_each_other(on_tree, rows), expected) < LIMIT
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_fewer_digits_cost_a_tree_no_more_than_they_cost_rows(dtype: torch.dtype, limit: float) -> None:
+    exact, _ = both_ways("llama")
+    rows = rows_of_ids(3)
+    expected = row_by_row(exact, rows)
+    model, on_tree = both_ways("llama")
+    apart = distance(row_by_row(model.to(dtype), rows).double(), expected)
+    together = distance(laid_over_each_other(on_tree.to(dtype), rows).double(), expected)
+    assert together < limit
+    assert together < 3 * apart
 
 
 @pytest.mark.parametrize(
