@@ -38,7 +38,7 @@ from trajectories import SETS, VOCAB_SIZE, Batch, group
 from experiments_db.intervals import Interval, t_interval
 from swarm_engine.config import Merge
 from swarm_engine.merger import merge
-from swarm_engine.merger.trie import Node, lay_apart
+from swarm_engine.merger.trie import Node, build_trie, lay_apart
 from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.models.loading import load_policy
@@ -68,6 +68,7 @@ MIN_AGAINST_TOKEN = {"thinking x8": 5.0, "thinking agents x8": 2.8}
 MIN_AGAINST_BEST = 0.97
 """Which the interval of the ratio includes or exceeds, on every set."""
 MAX_MEMORY_SHARE = 1 / 3
+MAX_TRIE_S = 1.0
 QUICK_SETS = ("react x1", "thinking x1", "compaction x1", "wide group x16")
 MEMORY_SETS = ("react x1", "thinking x1", "compaction x1")
 
@@ -267,6 +268,24 @@ def fold(units: Sequence[Unit], vocab_size: int) -> None:
             unit.tree.targets.labels_N.remainder_(vocab_size)
 
 
+def trie_rows(*, is_quick: bool) -> Iterator[Row]:
+    """How long laying a large batch over itself takes."""
+    num_sequences, length = (50, 1000) if is_quick else (2000, 8000)
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(0, 150_000, length // 5, np.int32)
+    sequences = [
+        np.concatenate((prompt, draw.integers(0, 150_000, length - len(prompt), np.int32)))
+        for _ in range(num_sequences)
+    ]
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        build_trie(sequences)
+        times.append(time.process_time() - start)
+    case = f"trie of {num_sequences} x {length}"
+    yield Row(case, "CPU time", statistics.median(times), "s", None, None, len(times), is_quick)
+
+
 def rows_of(found: Measured, *, is_quick: bool) -> Iterator[Row]:
     """Everything of one set."""
     name = found.batch.name
@@ -317,8 +336,9 @@ def main() -> int:
     torch.set_num_threads(1)
     model = small_model() if args.model == "small" else nano_model()
     scale, num_repetitions = (0.05, 1) if args.quick else (args.scale, args.repetitions)
-    rows: list[Row] = []
-    kept: list[tuple[bool, str]] = []
+    rows = list(trie_rows(is_quick=args.quick))
+    print(*map(show, rows), sep="\n", flush=True)
+    kept = [(row.value < MAX_TRIE_S, f"{row.case}: {row.value:.2f} s, below {MAX_TRIE_S:.0f} s") for row in rows]
     for name in args.sets or (QUICK_SETS if args.quick else SETS):
         episode, size = SETS[name]
         # The bad case is one by its proportions, so its lengths stay.

@@ -40,8 +40,6 @@ class Trie:
     tokens_U: Ints
     depths_U: Ints
     """Place of each token in its sequences, from 0: its position for the model."""
-    parents_U: Ints
-    """Place of the token before it; -1 for the first of a sequence."""
     ends_U: Ints
     """Place behind the last descendant of each token."""
     places: tuple[Ints, ...]
@@ -60,20 +58,17 @@ def build_trie(sequences: Sequence[Ints]) -> Trie:
     starts = np.concatenate(([0], np.cumsum(lengths - shared)))
     num_places = int(starts[-1])
     tokens_U, depths_U = np.empty(num_places, np.int32), np.empty(num_places, np.int32)
-    parents_U = np.arange(-1, num_places - 1, dtype=np.int32)
     places: list[Ints] = [np.empty(0, np.int32)] * len(sequences)
     before = np.empty(0, np.int32)
     for rank, index in enumerate(order):
         start, stop, depth = int(starts[rank]), int(starts[rank + 1]), int(shared[rank])
         tokens_U[start:stop] = sequences[index][depth:]
         depths_U[start:stop] = np.arange(depth, depth + stop - start, dtype=np.int32)
-        if stop > start:
-            parents_U[start] = before[depth - 1] if depth else -1
         before = np.concatenate((before[:depth], np.arange(start, stop, dtype=np.int32)))
         places[index] = before
     nodes = _nodes(starts, shared, lengths)
     ends_U = np.repeat(np.array([node.end for node in nodes], np.int32), [node.stop - node.start for node in nodes])
-    return Trie(tokens_U, depths_U, parents_U, ends_U, tuple(places), nodes)
+    return Trie(tokens_U, depths_U, ends_U, tuple(places), nodes)
 
 
 def lay_apart(sequences: Sequence[Ints]) -> Trie:
@@ -81,12 +76,9 @@ def lay_apart(sequences: Sequence[Ints]) -> Trie:
     lengths = [len(sequence) for sequence in sequences]
     starts = np.cumsum([0, *lengths]).tolist()
     runs = [np.arange(start, stop, dtype=np.int32) for start, stop in pairwise(starts)]
-    parents_U = np.arange(-1, starts[-1] - 1, dtype=np.int32)
-    parents_U[starts[:-1]] = -1
     return Trie(
         tokens_U=np.concatenate(sequences).astype(np.int32),
         depths_U=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        parents_U=parents_U,
         ends_U=np.repeat(np.array(starts[1:], np.int32), lengths),
         places=tuple(runs),
         nodes=tuple(Node(start, stop, stop) for start, stop in pairwise(starts)),

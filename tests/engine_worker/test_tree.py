@@ -41,13 +41,12 @@ def random_trie(draw: random.Random) -> Trie:
 
 
 def visible(trie: Trie, window: int | None) -> Tensor:
-    """Which places see which, from the parents alone."""
+    """Which places see which, along the places of each row."""
     sees = torch.zeros(len(trie), len(trie), dtype=torch.bool)
-    for place in range(len(trie)):
-        ancestor, distance = place, 0
-        while ancestor >= 0 and (window is None or distance < window):
-            sees[place, ancestor] = True
-            ancestor, distance = int(trie.parents_U[ancestor]), distance + 1
+    for places in trie.places:
+        for depth, place in enumerate(places.tolist()):
+            first = 0 if window is None else max(0, depth - window + 1)
+            sees[place, places[first : depth + 1].tolist()] = True
     return sees
 
 

@@ -25,15 +25,16 @@ def prefixes(sequences: Sequence[Sequence[int]]) -> set[tuple[int, ...]]:
 
 
 def path(trie: Trie, place: int) -> tuple[int, ...]:
-    """The prefix that ends at a place."""
-    return (*path(trie, int(trie.parents_U[place])), int(trie.tokens_U[place])) if place >= 0 else ()
+    """The prefix that ends at a place: depth first, what stands before a token is the last one that is less deep."""
+    depth = int(trie.depths_U[place])
+    before = [one for one in range(place) if trie.depths_U[one] == depth - 1]
+    return (*(path(trie, before[-1]) if depth else ()), int(trie.tokens_U[place]))
 
 
 def test_a_fork_and_a_continuation_by_hand() -> None:
     trie = trie_of([[7, 8, 9], [7, 8], [7, 8, 9, 5], [7, 4], [6]])
     assert trie.tokens_U.tolist() == [6, 7, 4, 8, 9, 5]
     assert trie.depths_U.tolist() == [0, 0, 1, 1, 2, 3]
-    assert trie.parents_U.tolist() == [-1, -1, 1, 1, 3, 4]
     assert trie.ends_U.tolist() == [1, 6, 3, 6, 6, 6]
     assert [places.tolist() for places in trie.places] == [[1, 3, 4], [1, 3], [1, 3, 4, 5], [1, 2], [0]]
     # [7, 8, 9] only goes on in [7, 8, 9, 5], so 8, 9 and 5 are one run.
