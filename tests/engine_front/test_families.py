@@ -344,6 +344,48 @@ def test_a_reply_cut_before_its_closing_markup_gets_the_templates_without_a_loss
             assert behind.startswith("}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>")
 
 
+@pytest.mark.parametrize("kind", WITH_TOOLS)
+def test_a_conversation_goes_on_from_a_call_that_was_cut_anywhere(kind: str) -> None:
+    """At its limit, or where a stop string came; `"arguments": ` with nothing behind it is such a place."""
+    call = call_text(kind, '{"q": "x"}').partition("</think>\n\n")
+    text = (call[2] or call[0]).removesuffix(KINDS[kind].ends[0])
+    for cut in range(1, len(text) + 1):
+        chat = Chat(kind, tools=TOOLS)
+        chat.messages = [user("hi")]
+        sampled = chat.codec.encode(text[:cut])
+        answer = chat.turn(text[:cut], reason=FinishReason.LENGTH)
+        chat.messages += chat.results("17") if answer.tool_calls else [user("go on")]
+        (draft,) = chat.ask(*chat.messages)
+        if kind in ("qwen25", "qwen3", "llama3", "hermes_text"):
+            assert draft.extends == "e-0", text[:cut]
+        if draft.extends is not None:
+            known = chat.served["e-0"][0] + sampled
+            assert draft.prompt_ids[: len(known)] == known
+        chat.finish(draft, chat.codec.encode(final_text(kind, "ok")))
+        assert len(chat.rows()) == (1 if draft.extends is not None else 2)
+
+
+@pytest.mark.parametrize(
+    ("written", "added"),
+    [
+        ('{"name": "look", "arguments": ', "}\n</tool_call>"),
+        ('{"name": "look", "arguments": }', "\n</tool_call>"),
+        ('{"name": "look"}', "\n</tool_call>"),
+        ('{"arguments": {"q": "x"}, "name": "look"}', "\n</tool_call>"),
+        ('{"name": "look", "arguments": {}}\n</tool_', "call>"),
+        ('{"name": "look", "arguments": {}}\n</tool_call> so', ""),
+    ],
+)
+def test_a_call_that_was_cut_gets_the_rest_of_its_markup_and_no_more(written: str, added: str) -> None:
+    chat = Chat("hermes_text", tools=TOOLS)
+    chat.messages = [user("hi")]
+    chat.turn(f"<tool_call>{written}", reason=FinishReason.LENGTH)
+    chat.messages += chat.results("17")
+    (draft,) = chat.ask(*chat.messages)
+    shown = chat.codec.show(draft.prompt_ids)
+    assert f"<tool_call>{written}{added}<|im_end|>\n<|im_start|>user\n<tool_response>" in shown
+
+
 def test_a_stop_string_at_the_closing_tag_does_not_write_the_tag_twice() -> None:
     for kind in ("qwen25", "hermes_text"):
         chat = Chat(kind, tools=TOOLS)
