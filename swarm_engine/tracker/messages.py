@@ -82,8 +82,11 @@ def parse_tools(raw: Any) -> tuple[Tool, ...]:
         raise BadRequestError("tools must be a list", param="tools")
     tools = tuple(_parse_tool(one, f"tools[{index}]") for index, one in enumerate(raw))
     names = [tool["function"]["name"] for tool in tools]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise BadRequestError(f"tools names {twice[0]!r} twice", "give every tool a name of its own", param="tools")
+    known: set[str] = set()
+    for name in names:
+        if name in known:
+            raise BadRequestError(f"tools names {name!r} twice", "give every tool a name of its own", param="tools")
+        known.add(name)
     return tools
 
 
@@ -251,36 +254,48 @@ def _checked(value: Any, where: str, depth: int) -> Any:
     return {_string(key, where): _checked(item, where, depth - 1) for key, item in value.items()}
 
 
-def canonical(message: Mapping[str, Any]) -> bytes:
-    """What two messages must share to be the same one: role, name, content and tool calls.
+def canonical(message: Mapping[str, Any], answers: int | None = None) -> bytes:
+    """What two messages must share to be one: role, name, content, tool calls, and which call a result answers.
 
     White space around the content, the model's reasoning and the ids of calls do not count. Arguments are compared as
     JSON values where they are JSON at all, numbers by value: a caller writes them again in its own way, 1 for 1.0.
+
+    Args:
+        message: the message.
+        answers: the place of the call that it answers among those of the message that made them; ids don't tell, for
+            some frameworks make their own.
     """
     calls = [
         [call["function"]["name"], _value(call["function"]["arguments"])] for call in message.get("tool_calls", ())
     ] or None
-    parts = [message["role"], message.get("name"), message["content"].strip(), calls]
+    parts = [message["role"], message.get("name"), message["content"].strip(), calls, answers]
     return json.dumps(parts, sort_keys=True).encode()
 
 
 def _value(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        try:
-            arguments = {"json": json.loads(arguments)}
-        except (ValueError, RecursionError):
-            return arguments
-    return _plain_numbers(arguments)
+    if not isinstance(arguments, str):
+        return _plain_numbers(arguments, MAX_DEPTH)
+    try:
+        return {"json": _plain_numbers(json.loads(arguments), MAX_DEPTH)}
+    except (ValueError, RecursionError):
+        return arguments
 
 
-def _plain_numbers(value: Any) -> Any:
+def _plain_numbers(value: Any, depth: int) -> Any:
+    """A JSON value with numbers that are equal written alike.
+
+    Raises:
+        ValueError: objects and lists stand more than `depth` deep inside each other.
+    """
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
-    if isinstance(value, dict):
-        return {key: _plain_numbers(item) for key, item in value.items()}
+    if not isinstance(value, dict | list):
+        return value
+    if depth == 0:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
     if isinstance(value, list):
-        return [_plain_numbers(item) for item in value]
-    return value
+        return [_plain_numbers(item, depth - 1) for item in value]
+    return {key: _plain_numbers(item, depth - 1) for key, item in value.items()}
 
 
 def prefix_digests(agent: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()) -> list[bytes]:
@@ -288,12 +303,16 @@ def prefix_digests(agent: str, messages: Sequence[Mapping[str, Any]], tools: Seq
     opening = json.dumps([agent, tools], sort_keys=True) if tools else json.dumps([agent])
     digest = hashlib.blake2b(opening.encode(), digest_size=16).digest()
     digests = [digest]
+    places: dict[str, int] = {}
+    """Of the newest calls in their message, by id."""
     for message in messages:
-        digest = extend_digest(digest, message)
+        if calls := message.get("tool_calls"):
+            places = {call["id"]: place for place, call in enumerate(calls)}
+        digest = extend_digest(digest, message, places.get(message.get("tool_call_id", "")))
         digests.append(digest)
     return digests
 
 
-def extend_digest(digest: bytes, message: Mapping[str, Any]) -> bytes:
-    """The digest of a conversation with one more message."""
-    return hashlib.blake2b(digest + canonical(message), digest_size=16).digest()
+def extend_digest(digest: bytes, message: Mapping[str, Any], answers: int | None = None) -> bytes:
+    """The digest of a conversation with one more message; for `answers` see `canonical`."""
+    return hashlib.blake2b(digest + canonical(message, answers), digest_size=16).digest()

@@ -759,7 +759,7 @@ def _text_of(raw: str) -> str | None:
     """The text that a JSON string spells; None where it is none, or empty."""
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) and value else None
 

@@ -127,7 +127,7 @@ def sent_back(answer: Answer) -> Message:
 def rewritten(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), separators=(",", ":"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
@@ -496,6 +496,39 @@ def test_ids_that_a_framework_makes_up_lead_to_the_calls_they_mean() -> None:
         assert draft.prompt_ids == ours.prompt_ids
         assert "made-up" not in chat.codec.show(draft.prompt_ids)
         assert answer.tool_calls[0].call_id not in ("", "made-up-1")
+
+
+def test_results_that_trade_their_calls_are_served_as_they_were_sent_again() -> None:
+    """The messages are equal but for the ids, and the model would read the old pairs."""
+    chat = Chat("mistral", tools=TOOLS)
+    chat.messages = [user("hi")]
+    chat.turn('[TOOL_CALLS][{"name": "look", "arguments": {}}, {"name": "look", "arguments": {"q": "x"}}]</s>')
+    asked = list(chat.messages)
+    chat.messages += chat.results("17", "18")
+    chat.turn("ok</s>")
+    answered = chat.messages[-1]
+    first, second = (call["id"] for call in asked[-1]["tool_calls"])
+    swapped = [
+        {"role": "tool", "tool_call_id": second, "content": "17"},
+        {"role": "tool", "tool_call_id": first, "content": "18"},
+    ]
+    (draft,) = chat.ask(*asked, *swapped, answered, user("go"))
+    shown = chat.codec.show(draft.prompt_ids)
+    assert f'"17", "call_id": "{chat.codec._call_id(second)}"' in shown
+    assert f'"18", "call_id": "{chat.codec._call_id(first)}"' in shown
+
+
+@pytest.mark.parametrize("kind", WITH_TOOLS)
+@pytest.mark.parametrize("depth", [65, 700, 5000])
+def test_arguments_nested_without_end_are_a_reply_as_any_other(kind: str, depth: int) -> None:
+    chat = Chat(kind, tools=TOOLS)
+    chat.messages = [user("hi")]
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    answer = chat.turn(call_text(kind, arguments))
+    assert [call.arguments for call in answer.tool_calls] == [arguments]
+    chat.messages += [{**one, "tool_call_id": answer.tool_calls[0].call_id} for one in chat.results("17")]
+    (draft,) = chat.ask(*chat.messages)
+    assert draft.builds_on == "e-0"
 
 
 def test_a_prompt_of_token_ids_is_served_as_it_came() -> None:
