@@ -654,6 +654,30 @@ def test_a_template_that_can_not_be_followed_is_refused_with_the_case(change: tu
         check_conformance(codec)
 
 
+def test_blocks_of_a_long_conversation_are_worked_out_once_for_each_call() -> None:
+    """For each context of its own from the start they would take minutes at a hundred turns."""
+    chat = Chat("qwen25")
+    chat.messages = [user("hi")]
+    for _ in range(40):
+        chat.turn("ok<|im_end|>", user("go"))
+    num_rendered = 0
+    codec = QWEN25.codec()
+    render = codec.template.render
+
+    def counted(*messages: Any, **how: Any) -> str:
+        nonlocal num_rendered
+        num_rendered += 1
+        return render(*messages, **how)
+
+    codec.template.render = counted  # type: ignore[method-assign]
+    record = chat.record()
+    shown = EpisodeBlocks(record, codec)
+    for timeline in record.episode.timelines():
+        assert sum((block.token_ids for block in shown.blocks(timeline)), ()) == timeline.tokens
+    # Up to the message before, up to its own one, and with the generation prompt.
+    assert num_rendered <= 3 * 40
+
+
 def test_blocks_show_a_tool_conversation_message_by_message() -> None:
     chat = Chat("qwen25", tools=TOOLS)
     chat.messages = [user("hi")]
