@@ -1200,6 +1200,56 @@ def test_a_form_beside_tools_leaves_the_model_its_calls(played: Served) -> None:
     assert "items" in grammar
 
 
+UNIQUE = {"type": "object", "properties": {"ids": {"type": "array", "uniqueItems": True}}}
+"""A schema that no grammar follows."""
+
+
+@pytest.mark.parametrize("how", ["required", "named", "form"])
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
+def test_a_tool_whose_schema_no_grammar_follows_is_named_where_the_grammar_needs_it(
+    played: Served, route: str, how: str
+) -> None:
+    kind = {"type": "json_schema", "schema": SCHEMA}
+    flat = {"type": "function", "name": "fetch", "parameters": UNIQUE}
+    change: dict[str, Any] = {
+        "chat/completions": {
+            "tools": [LOOKUP, {"type": "function", "function": {"name": "fetch", "parameters": UNIQUE}}],
+            **{
+                "required": {"tool_choice": "required"},
+                "named": {"tool_choice": {"type": "function", "function": {"name": "fetch"}}},
+                "form": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            }[how],
+        },
+        "responses": {
+            "tools": [FLAT, flat],
+            **{
+                "required": {"tool_choice": "required"},
+                "named": {"tool_choice": {"type": "function", "name": "fetch"}},
+                "form": {"text": {"format": {**kind, "name": "x"}}},
+            }[how],
+        },
+        "messages": {
+            "tools": [ANTHROPIC, {"name": "fetch", "input_schema": UNIQUE}],
+            **{
+                "required": {"tool_choice": {"type": "any"}},
+                "named": {"tool_choice": {"type": "tool", "name": "fetch"}},
+                "form": {"output_config": {"format": kind}},
+            }[how],
+        },
+    }[route]
+    none = {"type": "none"} if route == "messages" else "none"
+    with episode(played, '{"items":[]}') as claimed:
+        answer = post(claimed, route, {**BODIES[route], **change})
+        assert answer.status_code == 400, answer.text
+        message = answer.json()["error"]["message"]
+        assert message.startswith("tools[1] ('fetch'): the schema of its arguments can't be followed: ")
+        assert "uniqueItems" in message
+        assert "%json" not in message
+        assert answer.json()["error"].get("param", "tools[1]") == "tools[1]"
+        answer = post(claimed, route, {**BODIES[route], **change, "tool_choice": none})
+        assert answer.status_code == 200, answer.text
+
+
 def test_json_cut_at_the_limit_is_not_repaired(played: Served) -> None:
     """B076."""
     text = '{"items":["a","b"]}'

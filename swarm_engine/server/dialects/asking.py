@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from swarm_engine.errors import BadRequestError, UnsupportedError
 from swarm_engine.server.dialects.fields import blaming
 from swarm_engine.server.episodes import Auto, Named, NoTools, Required, ToolChoice
-from swarm_engine.server.grammars import json_object_grammar, json_schema_grammar
+from swarm_engine.server.grammars import check_parameters, json_object_grammar, json_schema_grammar
 from swarm_engine.tracker.messages import Message
 
 
@@ -68,14 +68,33 @@ def must_call(names: Sequence[str], tools: Sequence[Message]) -> ToolChoice:
             "name one of them",
             param="tool_choice",
         )
+    _check_callable(tools, names or known)
     return Named(tuple(names)) if names else Required()
 
 
-def form(value: Any, param: str) -> str | None:
+def _check_callable(tools: Sequence[Message], names: Collection[str]) -> None:
+    """See that a grammar can hold calls of the named tools.
+
+    Raises:
+        BadRequestError: a schema among theirs can't be followed.
+    """
+    for index, tool in enumerate(tools):
+        function, where = tool["function"], f"tools[{index}]"
+        if function["name"] in names:
+            try:
+                check_parameters(function["parameters"])
+            except BadRequestError as error:
+                raise BadRequestError(f"{where} ({function['name']!r}): {error}", param=where) from error
+
+
+def form(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -> str | None:
     """The grammar of an answer's form: text has none, else it is a JSON object, or what fits a schema.
 
-    Chat completions put the schema one level deeper than the other APIs.
+    Chat completions put the schema one level deeper than the other APIs. Tools that may be called in the answer's place
+    are part of what the reply must follow.
     """
+    if value is not None and value != {"type": "text"} and isinstance(choice, Auto):
+        _check_callable(tools, [tool["function"]["name"] for tool in tools])
     match value:
         case None | {"type": "text"}:
             return None

@@ -299,6 +299,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     instructions = fields.text(raw, "instructions")
     own = parse_messages([{"role": "system", "content": instructions}]) if instructions else ()
     tools = parse_tools(_tools(raw.get("tools")))
+    choice = asking.openai_tool_choice(raw.get("tool_choice"), tools)
     is_parallel = fields.flag(raw, "parallel_tool_calls", default=True)
     form = _form(raw.get("text"))
     return ResponsesRequest(
@@ -310,9 +311,9 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
             seed=fields.seed(raw),
             stop=fields.stops(raw),
             tools=tools,
-            tool_choice=asking.openai_tool_choice(raw.get("tool_choice"), tools),
+            tool_choice=choice,
             is_single_call=not is_parallel,
-            grammar=asking.form(form, "text"),
+            grammar=asking.form(form, "text", choice, tools),
             top_logprobs=top_logprobs,
             unthinking=_unthinking(raw.get("reasoning")),
             script=fields.script(raw),
