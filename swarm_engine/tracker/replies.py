@@ -674,7 +674,7 @@ class _Parser:
                 yield from self._pour(parts.append, (message, *enders))
                 header = "".join(parts)
                 if not self._skip(message):
-                    if not is_started and MARK not in header:
+                    if not is_started and MARK not in header and header.strip():
                         self._say(header)
                     header = ""
             to = re.search(rf"to=([^\s{MARK}]+)", header)
