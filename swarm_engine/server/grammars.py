@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, UnsupportedError
+from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
 
 MAX_SCHEMA_CHARS = 256 * 1024
 MAX_FAULT_CHARS = 400
@@ -48,7 +48,7 @@ def json_schema_grammar(schema: Any) -> str:
         UnsupportedError: a keyword that can't be enforced.
     """
     if not isinstance(schema, Mapping):
-        raise BadRequestError(f"the schema must be a JSON object, not {repr(schema)[:80]}")
+        raise BadRequestError(f"the schema must be a JSON object, not {shown(schema)}")
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -60,7 +60,8 @@ def json_schema_grammar(schema: Any) -> str:
     except (ValueError, TypeError) as error:
         raise BadRequestError(f"the schema is no JSON ({error})") from error
     if unknown is not None:
-        raise UnsupportedError(f"{unknown[0]} (in {unknown[1]}) can't be enforced in a schema", "leave it out")
+        keyword, where = map(shortened, unknown)
+        raise UnsupportedError(f"{keyword} (in {where}) can't be enforced in a schema", "leave it out")
     if len(text) > MAX_SCHEMA_CHARS:
         raise UnsupportedError(f"the schema has {len(text)} characters, {MAX_SCHEMA_CHARS} are taken", "shorten it")
     return _compile(text)

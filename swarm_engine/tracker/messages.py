@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, UnsupportedError
+from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -85,7 +85,9 @@ def parse_tools(raw: Any) -> tuple[Tool, ...]:
     known: set[str] = set()
     for name in names:
         if name in known:
-            raise BadRequestError(f"tools names {name!r} twice", "give every tool a name of its own", param="tools")
+            raise BadRequestError(
+                f"tools names {shown(name)} twice", "give every tool a name of its own", param="tools"
+            )
         known.add(name)
     return tools
 
@@ -94,7 +96,7 @@ def _parse_tool(raw: Any, where: str) -> Tool:
     kind = raw.get("type") if isinstance(raw, dict) else None
     if kind != "function":
         raise UnsupportedError(
-            f"{where} is a tool of type {kind!r}, models call functions only",
+            f"{where} is a tool of type {shown(kind)}, models call functions only",
             'send {"type": "function", "function": {"name": ..., "parameters": ...}}',
             param=where,
         )
@@ -102,15 +104,17 @@ def _parse_tool(raw: Any, where: str) -> Tool:
     if not isinstance(function, dict):
         raise BadRequestError(f"{where}.function is missing", param=where)
     if unknown := [key for key in raw if key not in ("type", "function") and raw[key] is not None]:
-        raise UnsupportedError(f"{where}.{unknown[0]} is not taken by this server", "leave it out", param=where)
+        raise UnsupportedError(
+            f"{where}.{shortened(unknown[0])} is not taken by this server", "leave it out", param=where
+        )
     where = f"{where}.function"
     for key, value in function.items():
         if key not in ("name", "description", "parameters", "strict") and value is not None:
-            raise UnsupportedError(f"{where}.{key} is not taken by this server", "leave it out", param=where)
+            raise UnsupportedError(f"{where}.{shortened(key)} is not taken by this server", "leave it out", param=where)
     name = _string(function.get("name"), f"{where}.name")
     if not TOOL_NAME.fullmatch(name):
         raise BadRequestError(
-            f"{where}.name is {name[:150]!r}",
+            f"{where}.name is {shown(name)}",
             "a name is 1 to 128 letters, digits, underscores, dots and dashes",
             param=f"{where}.name",
         )
@@ -134,12 +138,14 @@ def _parse(raw: Any, where: str) -> Message:
     role = raw.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequestError(
-            f"{where}.role is {role!r}", f"it must be one of {', '.join(ROLES)}", param=f"{where}.role"
+            f"{where}.role is {shown(role)}", f"it must be one of {', '.join(ROLES)}", param=f"{where}.role"
         )
     for key, value in raw.items():
         if key not in FIELDS and value not in (None, [], {}, ""):
             raise UnsupportedError(
-                f"{where}.{key} is not taken by this server", f"leave it out; known: {', '.join(FIELDS)}", param=where
+                f"{where}.{shortened(key)} is not taken by this server",
+                f"leave it out; known: {', '.join(FIELDS)}",
+                param=where,
             )
     message: Message = {"role": ROLES[role], "content": _text(raw.get("content"), role, f"{where}.content")}
     for key in ("name", "tool_call_id"):
@@ -183,7 +189,7 @@ def _text(content: Any, role: str, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise UnsupportedError(
-                f"{where}[{index}] is a part of type {kind!r}, this model reads text only",
+                f"{where}[{index}] is a part of type {shown(kind)}, this model reads text only",
                 'send {"type": "text", "text": ...}',
                 param=where,
             )

@@ -120,8 +120,9 @@ def test_an_episode_that_streams_is_recorded_like_one_that_does_not(played: Serv
 def test_a_call_that_sampled_nothing_is_an_error_and_no_row(engine: Served, is_stream: bool) -> None:
     """B010."""
     with episode(engine) as claimed, sdk(claimed) as api:
-        with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
+        with pytest.raises(openai.BadRequestError, match="outside the vocabulary") as caught:
             api.completions.create(model="m", prompt=[NUM_IDS], stream=is_stream)
+        assert caught.value.param == "prompt"
         assert recorded(engine, claimed) == []
 
 
@@ -1015,6 +1016,13 @@ def test_a_reply_that_breaks_off_ends_its_stream_with_an_error_and_is_not_traine
         assert not any(any(timeline["blocks"][-1]["loss_mask"]) for timeline in timelines)
 
 
+def nested_list(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"top_logprobs": 5}, "top_logprobs"),
     ("chat/completions", {"n": 0}, "n"),
@@ -1068,6 +1076,58 @@ def test_what_is_not_supported_is_a_400_that_names_the_field(
         answer = post(claimed, route, {**BODIES[route], **change})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": 2**31}, "max_tokens must be a whole number from 1 to 2147483647, not 2147483648"),
+        (
+            {"seed": 1.5},
+            "seed must be a whole number from -9223372036854775808 to 9223372036854775807, not 1.5",
+        ),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_both_its_limits(
+    engine: Served, change: dict[str, Any], message: str
+) -> None:
+    with episode(engine) as claimed:
+        answer = post(claimed, "chat/completions", {**BODIES["chat/completions"], **change})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("route", "change"),
+    [
+        *((route, {name: LONG}) for route in BODIES for name in ("stream", "seed", "top_p", "best_of", LONG)),
+        ("chat/completions", {"tool_choice": LONG}),
+        ("chat/completions", {"tools": [{"type": LONG}]}),
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": LONG}}]}),
+        ("chat/completions", {"response_format": LONG}),
+        ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": {LONG: 1}}}}),
+        ("chat/completions", {"messages": [{"role": LONG}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", LONG: 1}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        ("chat/completions", {"stream": nested_list(900)}),
+        ("responses", {"input": [{"type": LONG}]}),
+        ("responses", {"include": [LONG]}),
+        ("responses", {"reasoning": {"effort": LONG}}),
+        ("responses", {"previous_response_id": LONG}),
+        ("messages", {"messages": [{"role": LONG}]}),
+        ("messages", {"tools": [{"type": LONG}]}),
+        ("messages", {"tools": [{"name": "a", LONG: 1}]}),
+        ("messages", {"tool_choice": {"type": LONG}}),
+    ],
+    ids=lambda one: str(one)[:60],
+)
+def test_an_error_shows_the_beginning_of_a_long_value(engine: Served, route: str, change: dict[str, Any]) -> None:
+    with episode(engine) as claimed:
+        answer = post(claimed, route, {**BODIES[route], **change})
+        assert answer.status_code in (400, 404), answer.text[:300]
+        assert len(answer.text) < 700
 
 
 REFUSED_BY_MESSAGES: list[tuple[dict[str, Any], str]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, UnsupportedError
+from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
 from swarm_engine.server.dialects.fields import blaming
 from swarm_engine.server.episodes import Auto, Named, NoTools, Required, ToolChoice
 from swarm_engine.server.grammars import check_parameters, json_object_grammar, json_schema_grammar
@@ -30,7 +30,7 @@ def openai_tool_choice(value: Any, tools: Sequence[Message]) -> ToolChoice:
         }:
             return _allowed(mode, [_name_of(one) for one in subset], tools)
     raise UnsupportedError(
-        f"tool_choice {value!r} is not taken by this server",
+        f"tool_choice {shown(value)} is not taken by this server",
         'use "auto", "none", "required", or name a function',
         param="tool_choice",
     )
@@ -40,7 +40,7 @@ def _name_of(value: Any) -> str:
     match value:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return name
-    raise BadRequestError(f"tool_choice allows {value!r}, which names no function", param="tool_choice")
+    raise BadRequestError(f"tool_choice allows {shown(value)}, which names no function", param="tool_choice")
 
 
 def _allowed(mode: Any, names: Sequence[str], tools: Sequence[Message]) -> ToolChoice:
@@ -48,7 +48,7 @@ def _allowed(mode: Any, names: Sequence[str], tools: Sequence[Message]) -> ToolC
         return must_call(names, tools)
     if mode != "auto" or {tool["function"]["name"] for tool in tools} - set(names):
         raise UnsupportedError(
-            f"tool_choice allows some tools in mode {mode!r}, which nothing enforces here",
+            f"tool_choice allows some tools in mode {shown(mode)}, which nothing enforces here",
             "send only those tools, or use mode required",
             param="tool_choice",
         )
@@ -64,7 +64,7 @@ def must_call(names: Sequence[str], tools: Sequence[Message]) -> ToolChoice:
         )
     if unknown := [name for name in names if name not in known]:
         raise BadRequestError(
-            f"tool_choice names {unknown[0]!r}, the tools are {', '.join(known)}",
+            f"tool_choice names {shown(unknown[0])}, the tools are {shortened(', '.join(known))}",
             "name one of them",
             param="tool_choice",
         )
@@ -84,7 +84,7 @@ def _check_callable(tools: Sequence[Message], names: Collection[str]) -> None:
             try:
                 check_parameters(function["parameters"])
             except BadRequestError as error:
-                raise BadRequestError(f"{where} ({function['name']!r}): {error}", param=where) from error
+                raise BadRequestError(f"{where} ({shown(function['name'])}): {error}", param=where) from error
 
 
 def form(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -> str | None:
@@ -105,7 +105,7 @@ def form(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -
         case {"type": "json_schema"}:
             raise BadRequestError(f"{param} has no schema", "put the JSON schema there", param=param)
     raise UnsupportedError(
-        f"{param} is {value!r:.200}", "its type is text, json_object or json_schema with a schema", param=param
+        f"{param} is {shown(value)}", "its type is text, json_object or json_schema with a schema", param=param
     )
 
 

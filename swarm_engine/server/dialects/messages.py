@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError
+from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError, shortened, shown
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.episodes import (
     Auto,
@@ -293,7 +293,7 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
                 messages.append({"role": "system", "content": _system(message.get("content"), f"{where}.content")})
             case role:
                 raise BadRequestError(
-                    f"{where}.role is {role!r}", "it must be user, assistant or system", param=f"{where}.role"
+                    f"{where}.role is {shown(role)}", "it must be user, assistant or system", param=f"{where}.role"
                 )
     if messages[-1]["role"] == "assistant":
         raise UnsupportedError(
@@ -313,7 +313,7 @@ def _blocks(content: Any, where: str) -> Iterable[tuple[str, Mapping[str, Any]]]
 def _block_text(block: Mapping[str, Any], where: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
         raise UnsupportedError(
-            f"{where} is a block of type {block.get('type')!r}, this model reads text only",
+            f"{where} is a block of type {shown(block.get('type'))}, this model reads text only",
             'send {"type": "text", "text": ...}',
             param=where,
         )
@@ -378,12 +378,14 @@ def _tools(raw: Any) -> Any:
     for where, tool in fields.items(raw, "tools"):
         if tool.get("type") not in (None, "custom"):
             raise UnsupportedError(
-                f"{where} is a tool of type {tool['type']!r}, the model calls functions only",
+                f"{where} is a tool of type {shown(tool['type'])}, the model calls functions only",
                 "send tools with an input_schema and run them yourself",
                 param=where,
             )
         if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False, [])]:
-            raise UnsupportedError(f"{where}.{unknown[0]} is not taken by this server", "leave it out", param=where)
+            raise UnsupportedError(
+                f"{where}.{shortened(unknown[0])} is not taken by this server", "leave it out", param=where
+            )
         wrapped.append(
             asking.wrapped(tool.get("name"), tool.get("description"), tool.get("input_schema"), tool.get("strict"))
         )
@@ -403,7 +405,9 @@ def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]
         case {"type": "tool", "name": str(name)}:
             return asking.must_call((name,), tools), is_parallel
     raise UnsupportedError(
-        f"tool_choice {value!r} is not taken by this server", "its type is auto, any, tool or none", param="tool_choice"
+        f"tool_choice {shown(value)} is not taken by this server",
+        "its type is auto, any, tool or none",
+        param="tool_choice",
     )
 
 

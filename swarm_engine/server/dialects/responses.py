@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError, UnsupportedError
+from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError, UnsupportedError, shortened, shown
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.dialects.chat import MAX_TOP_LOGPROBS
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
@@ -293,7 +293,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     RULES.check(raw)
     include = raw.get("include") or []
     if unknown := [one for one in include if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING)]:
-        raise UnsupportedError(f"include has {unknown[0]!r}, which this server has nothing of", param="include")
+        raise UnsupportedError(f"include has {shown(unknown[0])}, which this server has nothing of", param="include")
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     history = (*_earlier(raw, episode), *parse_messages(_messages(raw.get("input"))))
     instructions = fields.text(raw, "instructions")
@@ -346,7 +346,7 @@ def _earlier(raw: Mapping[str, Any], episode: LiveEpisode) -> tuple[Message, ...
     found = episode.responses.get(name)
     if found is None:
         raise NotFoundError(
-            f"this episode has no response {name!r}",
+            f"this episode has no response {shown(name)}",
             "go on from one that it gave and stored, or send the whole input",
             code="previous_response_not_found",
             param="previous_response_id",
@@ -358,11 +358,11 @@ def _unthinking(value: Any) -> str | None:
     value = {} if value is None else value
     if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"effort"}):
         raise UnsupportedError(
-            f"reasoning={value!r} is not taken by this server", fields.WHY["reasoning"], param="reasoning"
+            f"reasoning={shown(value)} is not taken by this server", fields.WHY["reasoning"], param="reasoning"
         )
     effort = value.get("effort")
     if effort not in (None, "none"):
-        raise UnsupportedError(f"reasoning.effort is {effort!r}", fields.WHY["reasoning"], param="reasoning")
+        raise UnsupportedError(f"reasoning.effort is {shown(effort)}", fields.WHY["reasoning"], param="reasoning")
     return None if effort is None else "reasoning"
 
 
@@ -386,13 +386,15 @@ def _tools(raw: Any) -> Any:
     for where, tool in fields.items(raw, "tools"):
         if tool.get("type") != "function":
             raise UnsupportedError(
-                f"{where} is a tool of type {tool.get('type')!r}, the model calls functions only",
+                f"{where} is a tool of type {shown(tool.get('type'))}, the model calls functions only",
                 "send functions and run them yourself",
                 param=where,
             )
         known = {"type", "name", "description", "parameters", "strict"}
         if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False)]:
-            raise UnsupportedError(f"{where}.{unknown[0]} is not taken by this server", "leave it out", param=where)
+            raise UnsupportedError(
+                f"{where}.{shortened(unknown[0])} is not taken by this server", "leave it out", param=where
+            )
         wrapped.append(
             asking.wrapped(tool.get("name"), tool.get("description"), tool.get("parameters"), tool.get("strict"))
         )
@@ -443,7 +445,7 @@ def _other(kind: Any, item: Mapping[str, Any], where: str) -> dict[str, Any]:
         output = _text(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     raise UnsupportedError(
-        f"{where} is an item of type {kind!r}",
+        f"{where} is an item of type {shown(kind)}",
         "this server takes message, reasoning, function_call and function_call_output",
         param=where,
     )
@@ -456,7 +458,7 @@ def _text(content: Any, where: str) -> str:
     for place, part in fields.items(content, where):
         if part.get("type") not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
             raise UnsupportedError(
-                f"{place} is a part of type {part.get('type')!r}, this model reads text only",
+                f"{place} is a part of type {shown(part.get('type'))}, this model reads text only",
                 'send {"type": "input_text", "text": ...}',
                 param=where,
             )
