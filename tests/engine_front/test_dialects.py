@@ -1023,6 +1023,13 @@ def nested_list(depth: int) -> Any:
     return value
 
 
+A_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"top_logprobs": 5}, "top_logprobs"),
     ("chat/completions", {"n": 0}, "n"),
@@ -1063,6 +1070,39 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"text": {"verbosity": "low"}}, "text"),
     ("responses", {"max_tool_calls": 3}, "max_tool_calls"),
     ("responses", {"temperature": 3}, "temperature"),
+    *(
+        (route, {name: value}, name)
+        for route in ("chat/completions", "completions", "responses")
+        for name, value in (("top_p", True), ("presence_penalty", False), ("top_k", False))
+    ),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": [A_CALL]}]}, "messages[0]"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]}, "messages[0]"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}, "messages[0]"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "detail": "low"}]}]},
+        "messages[0].content[0]",
+    ),
+    ("chat/completions", calling({**A_CALL, "type": "custom"}), "messages[1].tool_calls[0]"),
+    ("chat/completions", calling({**A_CALL, "result": "17"}), "messages[1].tool_calls[0]"),
+    (
+        "chat/completions",
+        calling({**A_CALL, "function": {"name": "f", "arguments": "{}", "output": "17"}}),
+        "messages[1].tool_calls[0].function",
+    ),
+    ("responses", {"input": "\ufdd0"}, "input"),
+    ("responses", {"instructions": "\ufdd0"}, "instructions"),
+    (
+        "responses",
+        {"instructions": "a", "input": [*HI, *HI, {"role": "user", "content": "\ufdd0"}]},
+        "input[2].content",
+    ),
+    (
+        "responses",
+        {"instructions": "a", "input": [*HI, {"role": "user", "content": [{"type": "input_text", "text": "\ufdd0"}]}]},
+        "input[1].content[0].text",
+    ),
+    ("responses", {"instructions": "a", "input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
 ]
 
 
@@ -1096,30 +1136,30 @@ def test_a_number_out_of_range_is_refused_with_both_its_limits(
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
 
 
-LONG = "x" * 100_000
+ENDLESS = "x" * 100_000
 
 
 @pytest.mark.parametrize(
     ("route", "change"),
     [
-        *((route, {name: LONG}) for route in BODIES for name in ("stream", "seed", "top_p", "best_of", LONG)),
-        ("chat/completions", {"tool_choice": LONG}),
-        ("chat/completions", {"tools": [{"type": LONG}]}),
-        ("chat/completions", {"tools": [{"type": "function", "function": {"name": LONG}}]}),
-        ("chat/completions", {"response_format": LONG}),
-        ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": {LONG: 1}}}}),
-        ("chat/completions", {"messages": [{"role": LONG}]}),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a", LONG: 1}]}),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        *((route, {name: ENDLESS}) for route in BODIES for name in ("stream", "seed", "top_p", "best_of", ENDLESS)),
+        ("chat/completions", {"tool_choice": ENDLESS}),
+        ("chat/completions", {"tools": [{"type": ENDLESS}]}),
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": ENDLESS}}]}),
+        ("chat/completions", {"response_format": ENDLESS}),
+        ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": {ENDLESS: 1}}}}),
+        ("chat/completions", {"messages": [{"role": ENDLESS}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", ENDLESS: 1}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": ENDLESS}]}]}),
         ("chat/completions", {"stream": nested_list(900)}),
-        ("responses", {"input": [{"type": LONG}]}),
-        ("responses", {"include": [LONG]}),
-        ("responses", {"reasoning": {"effort": LONG}}),
-        ("responses", {"previous_response_id": LONG}),
-        ("messages", {"messages": [{"role": LONG}]}),
-        ("messages", {"tools": [{"type": LONG}]}),
-        ("messages", {"tools": [{"name": "a", LONG: 1}]}),
-        ("messages", {"tool_choice": {"type": LONG}}),
+        ("responses", {"input": [{"type": ENDLESS}]}),
+        ("responses", {"include": [ENDLESS]}),
+        ("responses", {"reasoning": {"effort": ENDLESS}}),
+        ("responses", {"previous_response_id": ENDLESS}),
+        ("messages", {"messages": [{"role": ENDLESS}]}),
+        ("messages", {"tools": [{"type": ENDLESS}]}),
+        ("messages", {"tools": [{"name": "a", ENDLESS: 1}]}),
+        ("messages", {"tool_choice": {"type": ENDLESS}}),
     ],
     ids=lambda one: str(one)[:60],
 )
@@ -1128,6 +1168,15 @@ def test_an_error_shows_the_beginning_of_a_long_value(engine: Served, route: str
         answer = post(claimed, route, {**BODIES[route], **change})
         assert answer.status_code in (400, 404), answer.text[:300]
         assert len(answer.text) < 700
+
+
+def blocks(block: dict[str, Any]) -> dict[str, Any]:
+    return {"system": "a", "messages": [*HI, {"role": "assistant", "content": [block]}, *HI]}
+
+
+def answering(fields: dict[str, Any]) -> dict[str, Any]:
+    block = {"type": "tool_result", "tool_use_id": "a", "content": "17", **fields}
+    return {"system": "a", "messages": [{"role": "user", "content": [block]}]}
 
 
 REFUSED_BY_MESSAGES: list[tuple[dict[str, Any], str]] = [
@@ -1142,6 +1191,27 @@ REFUSED_BY_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*HI, {"role": "assistant", "content": "{"}]}, "last message"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0]"),
+    ({"top_p": True}, "top_p=True"),
+    ({"messages": [{**HI[0], "name": "bob"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "lang": "en"}]}]}, "content[0].lang"),
+    (blocks({"type": "thinking", "thinking": 5}), "messages[1].content[0].thinking must be a string"),
+    (blocks({"type": "tool_use", "id": "a", "name": "f", "input": {}, "output": "b"}), "messages[1].content[0].output"),
+    (blocks({"type": "tool_use", "id": "a", "name": 5, "input": {}}), "messages[1].content[0].name must be"),
+    (
+        blocks({"type": "tool_use", "id": "a", "name": "f", "input": {"\ufdd0": 1}}),
+        "messages[1].content[0].input holds",
+    ),
+    (answering({"is_error": "no"}), "messages[0].content[0].is_error must be true or false"),
+    (answering({"name": "f"}), "messages[0].content[0].name"),
+    (answering({"tool_use_id": None}), "messages[0].content[0].tool_use_id must be a string"),
+    ({"tools": [{"name": "f", "input_schema": {}, "eager_input_streaming": "yes"}]}, "tools[0].eager_input_streaming"),
+    ({"tool_choice": {"foo": 1}}, "tool_choice"),
+    ({"tool_choice": {"type": "auto", "foo": 1}}, "tool_choice.foo"),
+    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
+    ({"system": "\ufdd0"}, "system holds U+FDD0"),
+    ({"system": [{"type": "text", "text": "\ufdd0"}]}, "system[0].text holds U+FDD0"),
+    ({"system": "a", "messages": [{"role": "user", "content": "\ufdd0"}]}, "messages[0].content holds"),
+    ({"system": "a", "messages": [*HI, {"role": "king", "content": "a"}]}, "messages[1].role"),
 ]
 
 
@@ -1235,6 +1305,29 @@ def test_a_reply_of_a_given_form_is_sampled_under_a_grammar_and_not_trained(
     constrained, other = requests(played)[-2:]
     assert constrained["grammar"]
     assert other["grammar"] is None
+
+
+def test_messages_take_what_sdks_and_frameworks_send_beside_a_block(played: Served) -> None:
+    labels: dict[str, Any] = {"cache_control": {"type": "ephemeral"}, "index": 0}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "citations": None, **labels}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "", "signature": "s", "index": 0},
+                {"type": "text", "text": "I look.", "citations": [], "parsed_output": None},
+                {"type": "tool_use", "id": "a", "name": "lookup", "input": {}, "caller": {"type": "direct"}, **labels},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "a", "content": "17", "is_error": False, **labels}],
+        },
+    ]
+    tool = {**ANTHROPIC, "type": "custom", "allowed_callers": [], "defer_loading": False, "input_examples": None}
+    with episode(played, "ok") as claimed:
+        answer = post(claimed, "messages", {**BODIES["messages"], "messages": messages, "tools": [tool]})
+        assert answer.status_code == 200, answer.text
 
 
 def requests(served: Served) -> list[dict[str, Any]]:

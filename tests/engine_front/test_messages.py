@@ -140,6 +140,13 @@ def test_fields_that_an_sdk_sends_back_empty_are_fine() -> None:
         "tool_calls": None,
     }
     assert parse_messages([echoed]) == ({"role": "assistant", "content": "hi"},)
+    call = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}, "custom": None}
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "annotations": [], "thought": None}
+    asked = parse_messages([{"role": "user", "content": [part], "tool_calls": [], "refusal": None}])
+    assert asked == ({"role": "user", "content": "hi"},)
+    assert one(role="assistant", tool_calls=[call]) == one(
+        role="assistant", tool_calls=[{"id": "c", "function": {"name": "f", "arguments": "{}"}}]
+    )
 
 
 def test_the_developer_is_the_system() -> None:
@@ -201,7 +208,7 @@ def test_tools_are_read_and_what_they_leave_out_is_filled_in() -> None:
         ([{"type": "function", "function": {"name": "a" * 129}}], "1 to 128"),
         ([{"type": "function", "function": {"name": "a", "parameters": []}}], "must be a JSON schema"),
         ([{"type": "function", "function": {"name": "a", "strict": 1}}], "must be true or false"),
-        ([{"type": "function", "function": {"name": "a", "returns": {}}}], "returns is not taken"),
+        ([{"type": "function", "function": {"name": "a", "returns": {"type": "string"}}}], "returns is not taken"),
         ([{"type": "function", "function": {"name": "a", "description": "\ufdd0"}}], "noncharacters"),
         ([{"type": "function", "function": {"name": "a", "parameters": {"\ud800": 1}}}], "lone surrogate"),
     ],

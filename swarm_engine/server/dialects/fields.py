@@ -87,7 +87,8 @@ class Rules:
             if neutral is None:
                 name = shortened(name)
                 raise UnsupportedError(f"{name} is not taken by this server", WHY.get(name, "leave it out"), param=name)
-            if value not in neutral:
+            # True is 1 to Python, and no number to a caller.
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
                 raise UnsupportedError(
                     f"{name}={shown(value)} is not taken by this server", WHY.get(name, "leave it out"), param=name
                 )
@@ -101,13 +102,14 @@ def text(raw: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """True or false."""
+def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, where: str = "") -> bool:
+    """True or false; `where` is the place of `raw` in the body, where it is not the body itself."""
     value = raw.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise BadRequestError(f"{name} must be true or false, not {shown(value)}", param=name)
+        place = f"{where}.{name}" if where else name
+        raise BadRequestError(f"{place} must be true or false, not {shown(value)}", param=place)
     return value
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError, shortened, shown
+from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError, shown
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.episodes import (
     Auto,
@@ -28,12 +28,33 @@ from swarm_engine.server.episodes import (
     RunningCall,
     ToolChoice,
 )
-from swarm_engine.tracker.messages import Message, Tool, parse_messages, parse_tools, read_arguments
+from swarm_engine.tracker.messages import (
+    Message,
+    Tool,
+    check_fields,
+    parse_messages,
+    parse_tools,
+    read_arguments,
+    read_object,
+    read_text,
+)
 from swarm_engine.tracker.replies import Delta, ReasoningDelta, TextDelta
 from swarm_engine.types import FinishReason
 
 INVALID = "INVALID_JSON"
 SYSTEM_SEPARATOR = "\n"
+
+MESSAGE_FIELDS = ("role", "content")
+BLOCK_LABELS = ("type", "cache_control", "index")
+BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "text": (*BLOCK_LABELS, "text", "citations"),
+    "thinking": (*BLOCK_LABELS, "thinking", "signature"),
+    "tool_use": (*BLOCK_LABELS, "id", "name", "input", "caller"),
+    "tool_result": (*BLOCK_LABELS, "tool_use_id", "content", "is_error"),
+}
+"""Of a block, by type."""
+TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
 
 COUNTED = frozenset({"model", "messages", "system", "tools", "tool_choice", "output_config"})
 LABELS = frozenset(
@@ -284,6 +305,7 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
     if not raw.get("messages"):
         raise BadRequestError("messages must be a list with at least one message", param="messages")
     for where, message in fields.items(raw["messages"], "messages"):
+        check_fields(message, MESSAGE_FIELDS, where)
         match message.get("role"):
             case "user":
                 messages += _user(message.get("content"), f"{where}.content")
@@ -306,8 +328,12 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
 
 def _blocks(content: Any, where: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
     if isinstance(content, str):
-        return [(where, {"type": "text", "text": content})]
-    return fields.items(content, where)
+        return [(where, {"type": "text", "text": read_text(content, where)})]
+    blocks = fields.items(content, where)
+    for place, block in blocks:
+        if known := BLOCK_FIELDS.get(str(block.get("type"))):
+            check_fields(block, known, place)
+    return blocks
 
 
 def _block_text(block: Mapping[str, Any], where: str) -> str:
@@ -317,7 +343,7 @@ def _block_text(block: Mapping[str, Any], where: str) -> str:
             'send {"type": "text", "text": ...}',
             param=where,
         )
-    return str(block["text"])
+    return read_text(block["text"], f"{where}.text")
 
 
 def _system(content: Any, where: str) -> str:
@@ -331,9 +357,10 @@ def _user(content: Any, where: str) -> list[dict[str, Any]]:
         if block.get("type") != "tool_result":
             texts.append(_block_text(block, place))
             continue
+        fields.flag(block, "is_error", where=place)
         inner = block.get("content")
         text = "" if inner is None else "".join(_block_text(*one[::-1]) for one in _blocks(inner, f"{place}.content"))
-        results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": text})
     if texts or not results:
         results.append({"role": "user", "content": "".join(texts)})
     return results
@@ -346,10 +373,10 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
     for place, block in _blocks(content, where):
         match block.get("type"):
             case "thinking":
-                reasoning.append(str(block.get("thinking") or ""))
+                reasoning.append(_field(block, "thinking", place))
             case "tool_use":
-                function = {"name": block.get("name"), "arguments": _arguments(block.get("input"), place)}
-                calls.append({"id": block.get("id"), "type": "function", "function": function})
+                function = {"name": _field(block, "name", place), "arguments": _arguments(block.get("input"), place)}
+                calls.append({"id": _field(block, "id", place), "type": "function", "function": function})
             case _:
                 texts.append(_block_text(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -360,12 +387,16 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
     return message
 
 
+def _field(block: Mapping[str, Any], name: str, where: str) -> str:
+    return read_text(block.get(name), f"{where}.{name}")
+
+
 def _arguments(value: Any, where: str) -> Any:
     match value:
         case {"INVALID_JSON": str(text)} if len(value) == 1:
-            return text
+            return read_text(text, f"{where}.input")
         case dict():
-            return value
+            return read_object(value, f"{where}.input")
     raise BadRequestError(f"{where}.input must be an object", param=f"{where}.input")
 
 
@@ -373,7 +404,6 @@ def _tools(raw: Any) -> Any:
     """Tools in the shape of chat completions."""
     if raw is None:
         return None
-    known = {"type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming"}
     wrapped = []
     for where, tool in fields.items(raw, "tools"):
         if tool.get("type") not in (None, "custom"):
@@ -382,10 +412,8 @@ def _tools(raw: Any) -> Any:
                 "send tools with an input_schema and run them yourself",
                 param=where,
             )
-        if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False, [])]:
-            raise UnsupportedError(
-                f"{where}.{shortened(unknown[0])} is not taken by this server", "leave it out", param=where
-            )
+        check_fields(tool, TOOL_FIELDS, where)
+        fields.flag(tool, "eager_input_streaming", where=where)
         wrapped.append(
             asking.wrapped(tool.get("name"), tool.get("description"), tool.get("input_schema"), tool.get("strict"))
         )
@@ -394,7 +422,10 @@ def _tools(raw: Any) -> Any:
 
 def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]:
     """The choice, and whether a reply may hold several calls."""
-    is_parallel = not (isinstance(value, dict) and fields.flag(value, "disable_parallel_tool_use"))
+    is_parallel = True
+    if isinstance(value, dict):
+        check_fields(value, CHOICE_FIELDS, "tool_choice")
+        is_parallel = not fields.flag(value, "disable_parallel_tool_use", where="tool_choice")
     match value:
         case None | {"type": "auto"}:
             return Auto(), is_parallel

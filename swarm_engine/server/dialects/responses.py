@@ -17,7 +17,7 @@ from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.dialects.chat import MAX_TOP_LOGPROBS
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
-from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
+from swarm_engine.tracker.messages import Message, parse_messages, parse_tools, read_text
 from swarm_engine.tracker.replies import Delta, ReasoningDelta, TextDelta
 from swarm_engine.types import FinishReason
 
@@ -297,7 +297,9 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     history = (*_earlier(raw, episode), *parse_messages(_messages(raw.get("input"))))
     instructions = fields.text(raw, "instructions")
-    own = parse_messages([{"role": "system", "content": instructions}]) if instructions else ()
+    own = (
+        parse_messages([{"role": "system", "content": read_text(instructions, "instructions")}]) if instructions else ()
+    )
     tools = parse_tools(_tools(raw.get("tools")))
     choice = asking.openai_tool_choice(raw.get("tool_choice"), tools)
     is_parallel = fields.flag(raw, "parallel_tool_calls", default=True)
@@ -404,7 +406,7 @@ def _tools(raw: Any) -> Any:
 def _messages(raw: Any) -> list[dict[str, Any]]:
     """Items as messages of chat completions."""
     if isinstance(raw, str):
-        return [{"role": "user", "content": raw}]
+        return [{"role": "user", "content": read_text(raw, "input")}]
     if not raw:
         raise BadRequestError("input must be a text or a list with at least one item", param="input")
     messages: list[dict[str, Any]] = []
@@ -425,7 +427,7 @@ def _messages(raw: Any) -> list[dict[str, Any]]:
         elif kind == "reasoning":
             reply["reasoning_content"] = _reasoning(item, where)
         else:
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            function = {"name": read_text(item.get("name"), f"{where}.name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             reply.setdefault("tool_calls", []).append(call)
     return messages
@@ -453,7 +455,7 @@ def _other(kind: Any, item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
-        return content
+        return read_text(content, where)
     texts = []
     for place, part in fields.items(content, where):
         if part.get("type") not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
@@ -462,7 +464,7 @@ def _text(content: Any, where: str) -> str:
                 'send {"type": "input_text", "text": ...}',
                 param=where,
             )
-        texts.append(part["text"])
+        texts.append(read_text(part["text"], f"{place}.text"))
     return "".join(texts)
 
 
