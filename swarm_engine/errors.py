@@ -26,6 +26,24 @@ SwarmEngineError
 
 from __future__ import annotations
 
+import reprlib
+
+MAX_SHOWN_CHARS = 80
+"""Of a caller's value in a message: it may be the whole of a megabyte that was sent by mistake."""
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = MAX_SHOWN_CHARS
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: the whole of a short one, the beginning of a long one."""
+    return shortened(_BRIEF.repr(value))
+
+
+def shortened(text: str) -> str:
+    """A text as an error shows it, without quotes."""
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + " …"
+
 
 class SwarmEngineError(Exception):
     """Base of every error of the engine."""

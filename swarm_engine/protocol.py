@@ -104,6 +104,8 @@ class Rejected:
 
     request_id: str
     message: str
+    param: str | None = None
+    """The field of the request that is to blame, where there is one."""
     type: Literal["rejected"] = "rejected"
 
 

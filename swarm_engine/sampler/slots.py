@@ -119,6 +119,11 @@ class SlotSampler:
 
     def submit(self, request: Generate) -> list[Reply]:
         """Take a request; one that can't be served is rejected with what it gave, the limit and the way out."""
+        vocab_size = self._model.config.vocab_size
+        for param, ids in (("prompt", request.prompt_ids), ("script", request.script or ())):
+            if (strange := next((token for token in ids if not 0 <= token < vocab_size), None)) is not None:
+                why = f"token id {strange} is outside the vocabulary of {vocab_size}"
+                return [Rejected(request.request_id, why, param)]
         problem = self._problem(request)
         if problem is not None:
             return [Rejected(request.request_id, problem)]
@@ -169,9 +174,6 @@ class SlotSampler:
             return f"temperature is {request.params.temperature}; it must be finite and at least 0"
         if not 0 <= request.params.top_logprobs <= vocab_size:
             return f"top_logprobs is {request.params.top_logprobs}; it must be from 0 to the vocabulary's {vocab_size}"
-        strange = next((token for token in (*prompt, *(request.script or ())) if not 0 <= token < vocab_size), None)
-        if strange is not None:
-            return f"token id {strange} is outside the vocabulary of {vocab_size}"
         if self._backend is SamplerBackend.SCRIPTED and not request.script:
             return "the scripted sampler got no script to play; give one, or set sampler.backend to 'torch'"
         if self._backend is not SamplerBackend.SCRIPTED and request.script is not None:

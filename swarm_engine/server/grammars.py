@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, UnsupportedError
+from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
 
 MAX_SCHEMA_CHARS = 256 * 1024
 MAX_FAULT_CHARS = 400
@@ -48,14 +48,36 @@ def json_schema_grammar(schema: Any) -> str:
         UnsupportedError: a keyword that can't be enforced.
     """
     if not isinstance(schema, Mapping):
-        raise BadRequestError(f"the schema must be a JSON object, not {repr(schema)[:80]}")
+        raise BadRequestError(f"the schema must be a JSON object, not {shown(schema)}")
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
+        text.encode()
+        unknown = next(unknown_keywords(schema), None)
+    except RecursionError as error:
+        raise BadRequestError("the schema is nested too deeply", "send it flatter") from error
+    except UnicodeEncodeError as error:
+        raise BadRequestError("the schema holds a lone surrogate", "send valid Unicode text") from error
+    except (ValueError, TypeError) as error:
         raise BadRequestError(f"the schema is no JSON ({error})") from error
+    if unknown is not None:
+        keyword, where = map(shortened, unknown)
+        raise UnsupportedError(f"{keyword} (in {where}) can't be enforced in a schema", "leave it out")
     if len(text) > MAX_SCHEMA_CHARS:
         raise UnsupportedError(f"the schema has {len(text)} characters, {MAX_SCHEMA_CHARS} are taken", "shorten it")
     return _compile(text)
+
+
+def check_parameters(schema: Mapping[str, Any]) -> None:
+    """See that a call's arguments can be held to the schema of its tool.
+
+    Keywords that are passed over are no fault here: what a tool asks for is the caller's to check, forced or not.
+
+    Raises:
+        BadRequestError: the schema is broken, or nothing fits it.
+    """
+    _, is_error, faults = _follow(json.dumps(schema, ensure_ascii=False))
+    if is_error:
+        raise BadRequestError(f"the schema of its arguments can't be followed: {_in_our_words('; '.join(faults))}")
 
 
 def json_object_grammar() -> str:
@@ -63,21 +85,25 @@ def json_object_grammar() -> str:
     return json_schema_grammar({"type": "object"})
 
 
-@lru_cache(maxsize=256)
 def _compile(text: str) -> str:
+    grammar, is_error, faults = _follow(text)
+    if is_error or faults:
+        raise BadRequestError(f"the schema can't be enforced: {_in_our_words('; '.join(faults))}")
+    return grammar
+
+
+@lru_cache(maxsize=256)
+def _follow(text: str) -> tuple[str, bool, list[str]]:
+    """The grammar of a schema, whether it is broken, and what is wrong with it."""
     from llguidance import LLMatcher, LLParserLimits
 
-    for keyword, where in unknown_keywords(json.loads(text)):
-        raise UnsupportedError(f"{keyword} (in {where}) can't be enforced in a schema", "leave it out")
     blanks = rf"[\x20\x0A\x0D\x09]{{1,{MAX_BLANKS}}}"
     try:
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": blanks})
     except ValueError as error:
-        raise BadRequestError(f"the schema can't be enforced: {_in_our_words(str(error))}") from error
+        return "", True, [str(error)]
     is_error, faults = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(verbose_errors=False))
-    if is_error or faults:
-        raise BadRequestError(f"the schema can't be enforced: {_in_our_words('; '.join(faults))}")
-    return grammar
+    return grammar, is_error, faults
 
 
 def unknown_keywords(schema: Any, where: str = "#") -> Iterator[tuple[str, str]]:
@@ -102,6 +128,8 @@ def _in_our_words(fault: str) -> str:
     """What llguidance says, on one line and with the keyword it means."""
     if "coerce_one_of" in fault:
         return "oneOf is taken where no value can fit two of its schemas, and here one may; use anyOf"
+    if "recursion limit" in fault:
+        return "it is nested too deeply; send it flatter"
     fault = " ".join(fault.split()).replace("Unsatisfiable schema:", "nothing fits it,")
     if "regex" in fault:
         fault = f"pattern: {fault}"

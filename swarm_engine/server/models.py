@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
+from swarm_engine.errors import shown
 from swarm_engine.types import Mode, Outcome
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 MAX_REWARD = 1e9
 """Baselines and deviations square rewards; far larger ones would overflow there, after they are on record."""
-Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
+
+
+def _in_plain_words(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """The rewards of an `end`; of a union pydantic would tell why each of its kinds was not met."""
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise PydanticCustomError(
+            "reward",
+            "it must be null, a number from -{limit} to {limit}, or an object with one of these for each agent, "
+            "not {value}",
+            {"limit": f"{MAX_REWARD:.0f}", "value": shown(value)},
+        ) from error
+
+
+Rewards = Annotated[Reward | dict[Name, Reward | None] | None, WrapValidator(_in_plain_words)]
 TokenId = Annotated[int, Field(ge=0)]
 MAX_WAIT_S = 60.0
 
@@ -53,7 +71,7 @@ class StepReward(Body):
 class End(Body):
     """How an episode ended."""
 
-    reward: Reward | dict[Name, Reward | None] | None
+    reward: Rewards
     """A bare number goes to every agent; null where it can't be judged."""
     step_rewards: list[StepReward] = Field(default_factory=list)
     outcome: Outcome

@@ -285,7 +285,7 @@ class WorkerLink(asyncio.Protocol):
                     generation.finish(answer.finish_reason)
             case Rejected():
                 if generation := self._generations.pop(answer.request_id, None):
-                    generation.fail(BadRequestError(answer.message, code="rejected"))
+                    generation.fail(BadRequestError(answer.message, code="rejected", param=answer.param))
             case Booted() | Updated() | Saved():
                 waiting = self._waiting[type(answer)]
                 assert waiting, f"the worker sent {answer.type} without being asked"

@@ -37,6 +37,11 @@ class EpisodeBlocks:
         self._calls: dict[str, Call] = {call.call_id: call for call in record.episode.calls}
         self._notes: dict[str, CallNote] = {note.call_id: note for note in record.notes}
         self._by_tokens = {call.timeline().tokens: call.call_id for call in record.episode.calls}
+        # Every call is read once, for the timelines of a conversation repeat each other.
+        self._added: dict[str, list[Piece]] = {}
+        """What each call added to the context that it extends."""
+        self._protected: dict[str, tuple[Message, ...]] = {}
+        """Each call's own messages as the template takes them."""
 
     def blocks(self, timeline: Timeline) -> tuple[Block, ...]:
         """The blocks of a timeline of this episode, as recorded or merged by token."""
@@ -68,25 +73,40 @@ class EpisodeBlocks:
 
     def _pieces(self, call_id: str) -> list[Piece]:
         """The pieces of a call's prompt and its reply."""
-        call, note = self._calls[call_id], self._notes[call_id]
-        if not note.messages and note.extends is None:
-            pieces = [Piece(Author.USER, "user", len(call.prompt_ids))]
-        elif note.extends is None:
-            pieces = self._cut(self._texts(note.messages, note.tools), note.messages, call.prompt_ids)
-        else:
-            base = self._calls[note.extends]
-            known = len(base.prompt_ids) + len(base.completion_ids)
-            texts = self._texts_behind(note.extends, note.messages, base.completion_ids)
-            pieces = [*self._pieces(note.extends), *self._cut(texts, note.messages, call.prompt_ids[known:])]
-        return [*pieces, Piece(Author.LLM, "assistant", len(call.completion_ids))]
+        chain = [call_id]
+        while (base := self._notes[chain[-1]].extends) is not None:
+            chain.append(base)
+        chain.reverse()
+        first = self._notes[chain[0]]
+        tools = self._codec.protect_tools(first.tools)
+        pieces: list[Piece] = []
+        history: list[Message] = []
+        """All that stands before the answer of the call before, protected."""
+        for one in chain:
+            if one not in self._added:
+                self._protected[one] = tuple(map(self._codec.protect, self._notes[one].messages))
+                self._added[one] = self._read(one, history, tools)
+            pieces += self._added[one]
+            note = self._notes[one]
+            if note.extends is not None:
+                history.append(self._codec.protect(self._notes[note.extends].answer.message()))
+            history += self._protected[one]
+        return pieces
 
-    def _history(self, call_id: str) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
-        """The messages and tools of a call."""
-        note = self._notes[call_id]
-        if note.extends is None:
-            return note.messages, note.tools
-        messages, tools = self._history(note.extends)
-        return (*messages, self._notes[note.extends].answer.message(), *note.messages), tools
+    def _read(self, call_id: str, history: Sequence[Message], tools: Sequence[Tool]) -> list[Piece]:
+        """What a call added: its own messages and its reply."""
+        call, note = self._calls[call_id], self._notes[call_id]
+        own = self._protected[call_id]
+        if note.extends is not None:
+            base, answer = self._calls[note.extends], self._notes[note.extends].answer
+            known = len(base.prompt_ids) + len(base.completion_ids)
+            texts = self._texts_behind(answer, base.completion_ids, history, own, tools)
+            pieces = self._cut(texts, note.messages, call.prompt_ids[known:])
+        elif note.messages:
+            pieces = self._cut(self._render((), own, tools), note.messages, call.prompt_ids)
+        else:
+            pieces = [Piece(Author.USER, "user", len(call.prompt_ids))]
+        return [*pieces, Piece(Author.LLM, "assistant", len(call.completion_ids))]
 
     def _cut(self, texts: Sequence[str], messages: Sequence[Message], ids: tuple[int, ...]) -> list[Piece]:
         """Pieces of the part of a prompt whose tokens are `ids`.
@@ -116,30 +136,29 @@ class EpisodeBlocks:
                 pieces.append(Piece(author, role, len(encoded)))
         return pieces if tuple(joined) == ids else whole
 
-    def _texts(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[str]:
-        """A prompt that was rendered whole, up to the end of each message."""
-        return self._render((), [self._codec.protect(one) for one in messages], tools)
-
-    def _texts_behind(self, call_id: str, messages: Sequence[Message], completion_ids: tuple[int, ...]) -> list[str]:
-        """What the template writes behind a call's answer, up to the end of each message."""
+    def _texts_behind(
+        self,
+        answer: Answer,
+        completion_ids: Sequence[int],
+        history: Sequence[Message],
+        later: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> list[str]:
+        """What the template writes behind an answer, up to the end of each later message."""
         codec = self._codec
-        history, tools = self._history(call_id)
-        answer: Answer = self._notes[call_id].answer
-        known = [*map(codec.protect, history), codec.stand_in(answer)]
-        tails = [codec.after(text, answer) for text in self._render(known, list(map(codec.protect, messages)), tools)]
+        texts = self._render([*history, codec.stand_in(answer)], later, tools)
+        tails = [codec.after(text, answer) for text in texts]
         return [codec.join(tail, answer, completion_ids) for tail in tails if tail is not None]
 
     def _render(self, known: Sequence[Message], later: Sequence[Message], tools: Sequence[Tool]) -> list[str]:
         """The conversation up to each later message, from the last known one on, then with the generation prompt."""
-        codec = self._codec
         messages = [*known, *later]
-        protected_tools = codec.protect_tools(tools)
         try:
             texts = [
-                codec.render(messages[:count], protected_tools, add_generation_prompt=False)
+                self._codec.render(messages[:count], tools, add_generation_prompt=False)
                 for count in range(max(len(known), 1), len(messages) + 1)
             ]
-            return [*texts, codec.render(messages, protected_tools)]
+            return [*texts, self._codec.render(messages, tools)]
         except BadRequestError:
             return []
 

@@ -397,12 +397,18 @@ class ChatCodec:
 
     def _missing(self, closing: str, answer: Answer, completion_ids: Sequence[int]) -> str:
         """The rest of the markup that closes a call where a reply was cut inside it; white space does not count."""
-        _, found, behind = self.show(completion_ids).rpartition(answer.tool_calls[-1].arguments)
-        written = "".join(behind.split()) if found else ""
-        for length in range(len(closing) + 1):
-            if "".join(closing[:length].split()) == written:
-                return closing[length:]
-        return "" if "".join(closing.split()) in written else closing
+        call, written = answer.tool_calls[-1], self.show(completion_ids)
+        # A call may be cut before its arguments begin, and one that wrote none takes none.
+        last = next((part for part in (call.arguments, call.name) if part and part in written), None)
+        if last is not None:
+            written = written.rpartition(last)[2]
+        written, closed = "".join(written.split()), "".join(closing.split())
+        if closed in written:
+            return ""
+        num_written = max(count for count in range(len(closed)) if written.endswith(closed[:count]))
+        done = re.match(rf"(?:\s*\S){{{num_written}}}", closing)
+        assert done is not None, "it has that many characters"
+        return closing[done.end() :]
 
     def encode(self, rendered: str) -> tuple[int, ...]:
         """Token ids of rendered text: whole markers are control tokens, all else is text."""

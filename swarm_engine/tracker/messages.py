@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, UnsupportedError
+from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -45,7 +45,22 @@ NONCE = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)+[ \
 """A coding client opens its system prompt with this line, which is for its vendor's accounts and ends in another
 number every time. Left in, no request would begin with the one before it, so it is taken out before anything else."""
 
-FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+TEXT_FIELDS = ("role", "content", "name")
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "system": TEXT_FIELDS,
+    "user": TEXT_FIELDS,
+    "assistant": (*TEXT_FIELDS, "tool_calls", "reasoning_content", "reasoning"),
+    "tool": (*TEXT_FIELDS, "tool_call_id"),
+}
+"""Of a message, by role. What SDKs send back beside them (`refusal`, `annotations`, `audio`, …) is empty."""
+PART_FIELDS = ("type", "text", "cache_control", "prompt_cache_breakpoint", "citations", "annotations", "id", "index")
+"""Of a part of the content; those behind the text are labels."""
+CALL_FIELDS = ("id", "type", "function", "index")
+FUNCTION_FIELDS = ("name", "arguments")
+TOOL_FIELDS = ("type", "function")
+SIGNATURE_FIELDS = ("name", "description", "parameters", "strict")
+EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+"""Values with which a field says nothing."""
 
 
 def parse_messages(raw: Any) -> tuple[Message, ...]:
@@ -82,8 +97,13 @@ def parse_tools(raw: Any) -> tuple[Tool, ...]:
         raise BadRequestError("tools must be a list", param="tools")
     tools = tuple(_parse_tool(one, f"tools[{index}]") for index, one in enumerate(raw))
     names = [tool["function"]["name"] for tool in tools]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise BadRequestError(f"tools names {twice[0]!r} twice", "give every tool a name of its own", param="tools")
+    known: set[str] = set()
+    for name in names:
+        if name in known:
+            raise BadRequestError(
+                f"tools names {shown(name)} twice", "give every tool a name of its own", param="tools"
+            )
+        known.add(name)
     return tools
 
 
@@ -91,29 +111,26 @@ def _parse_tool(raw: Any, where: str) -> Tool:
     kind = raw.get("type") if isinstance(raw, dict) else None
     if kind != "function":
         raise UnsupportedError(
-            f"{where} is a tool of type {kind!r}, models call functions only",
+            f"{where} is a tool of type {shown(kind)}, models call functions only",
             'send {"type": "function", "function": {"name": ..., "parameters": ...}}',
             param=where,
         )
     function = raw.get("function")
     if not isinstance(function, dict):
         raise BadRequestError(f"{where}.function is missing", param=where)
-    if unknown := [key for key in raw if key not in ("type", "function") and raw[key] is not None]:
-        raise UnsupportedError(f"{where}.{unknown[0]} is not taken by this server", "leave it out", param=where)
+    check_fields(raw, TOOL_FIELDS, where)
     where = f"{where}.function"
-    for key, value in function.items():
-        if key not in ("name", "description", "parameters", "strict") and value is not None:
-            raise UnsupportedError(f"{where}.{key} is not taken by this server", "leave it out", param=where)
-    name = _string(function.get("name"), f"{where}.name")
+    check_fields(function, SIGNATURE_FIELDS, where)
+    name = read_text(function.get("name"), f"{where}.name")
     if not TOOL_NAME.fullmatch(name):
         raise BadRequestError(
-            f"{where}.name is {name[:150]!r}",
+            f"{where}.name is {shown(name)}",
             "a name is 1 to 128 letters, digits, underscores, dots and dashes",
             param=f"{where}.name",
         )
     parsed: dict[str, Any] = {"name": name}
     if function.get("description") is not None:
-        parsed["description"] = _string(function["description"], f"{where}.description")
+        parsed["description"] = read_text(function["description"], f"{where}.description")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise BadRequestError(f"{where}.parameters must be a JSON schema", param=f"{where}.parameters")
@@ -125,32 +142,48 @@ def _parse_tool(raw: Any, where: str) -> Tool:
     return {"type": "function", "function": parsed}
 
 
+def check_fields(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """See that an object of a request says nothing that would be passed over.
+
+    Raises:
+        UnsupportedError: it has a field beside the known ones, and that is not empty.
+    """
+    for key, value in raw.items():
+        if key not in known and value not in EMPTY:
+            raise UnsupportedError(
+                f"{where}.{shortened(key)} is not taken by this server",
+                f"leave it out; known: {', '.join(known)}",
+                param=where,
+            )
+
+
 def _parse(raw: Any, where: str) -> Message:
     if not isinstance(raw, dict):
         raise BadRequestError(f"{where} must be an object with role and content", param=where)
     role = raw.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequestError(
-            f"{where}.role is {role!r}", f"it must be one of {', '.join(ROLES)}", param=f"{where}.role"
+            f"{where}.role is {shown(role)}", f"it must be one of {', '.join(ROLES)}", param=f"{where}.role"
         )
-    for key, value in raw.items():
-        if key not in FIELDS and value not in (None, [], {}, ""):
-            raise UnsupportedError(
-                f"{where}.{key} is not taken by this server", f"leave it out; known: {', '.join(FIELDS)}", param=where
-            )
+    check_fields(raw, FIELDS[ROLES[role]], where)
     message: Message = {"role": ROLES[role], "content": _text(raw.get("content"), role, f"{where}.content")}
     for key in ("name", "tool_call_id"):
         if raw.get(key) is not None:
-            message[key] = _string(raw[key], f"{where}.{key}")
+            message[key] = read_text(raw[key], f"{where}.{key}")
     reasoning = raw.get("reasoning_content", raw.get("reasoning"))
     if reasoning:
-        message["reasoning_content"] = _string(reasoning, f"{where}.reasoning_content")
+        message["reasoning_content"] = read_text(reasoning, f"{where}.reasoning_content")
     if raw.get("tool_calls"):
         message["tool_calls"] = _tool_calls(raw["tool_calls"], f"{where}.tool_calls")
     return message
 
 
-def _string(value: Any, where: str) -> str:
+def read_text(value: Any, where: str) -> str:
+    """A text that can be encoded.
+
+    Raises:
+        BadRequestError: it is no text, or holds what is no character.
+    """
     if not isinstance(value, str):
         raise BadRequestError(f"{where} must be a string, not {type(value).__name__}", param=where)
     try:
@@ -172,7 +205,7 @@ def _text(content: Any, role: str, where: str) -> str:
             raise BadRequestError(f"{where} is missing", "only an assistant message may have none", param=where)
         return ""
     if isinstance(content, str):
-        return _string(content, where)
+        return read_text(content, where)
     if not isinstance(content, list):
         raise BadRequestError(f"{where} must be a string or a list of parts", param=where)
     texts = []
@@ -180,11 +213,12 @@ def _text(content: Any, role: str, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise UnsupportedError(
-                f"{where}[{index}] is a part of type {kind!r}, this model reads text only",
+                f"{where}[{index}] is a part of type {shown(kind)}, this model reads text only",
                 'send {"type": "text", "text": ...}',
                 param=where,
             )
-        texts.append(_string(part.get("text"), f"{where}[{index}].text"))
+        check_fields(part, PART_FIELDS, f"{where}[{index}]")
+        texts.append(read_text(part.get("text"), f"{where}[{index}].text"))
     return "".join(texts)
 
 
@@ -194,14 +228,23 @@ def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
     calls = []
     for index, one in enumerate(raw):
         function = one.get("function") if isinstance(one, dict) else None
+        kind = one.get("type") if isinstance(one, dict) else None
+        if kind not in (None, "function"):
+            raise UnsupportedError(
+                f"{where}[{index}] is a call of type {shown(kind)}, models call functions only",
+                'its type is "function"',
+                param=f"{where}[{index}]",
+            )
         if not isinstance(function, dict):
             raise BadRequestError(f"{where}[{index}].function is missing", param=where)
+        check_fields(one, CALL_FIELDS, f"{where}[{index}]")
+        check_fields(function, FUNCTION_FIELDS, f"{where}[{index}].function")
         calls.append(
             {
-                "id": _string(one.get("id") or "", f"{where}[{index}].id"),
+                "id": read_text(one.get("id") or "", f"{where}[{index}].id"),
                 "type": "function",
                 "function": {
-                    "name": _string(function.get("name"), f"{where}[{index}].function.name"),
+                    "name": read_text(function.get("name"), f"{where}[{index}].function.name"),
                     "arguments": _arguments(function.get("arguments", ""), f"{where}[{index}].function.arguments"),
                 },
             }
@@ -209,10 +252,20 @@ def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
+def read_object(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call's arguments as an object.
+
+    Raises:
+        BadRequestError: a text in it can't be encoded, or it is nested too deeply.
+    """
+    found: dict[str, Any] = _checked(value, where, MAX_DEPTH)
+    return found
+
+
 def _arguments(raw: Any, where: str) -> Any:
     if isinstance(raw, dict):
-        return _checked(raw, where, MAX_DEPTH)
-    return read_arguments(_string(raw, where))
+        return read_object(raw, where)
+    return read_arguments(read_text(raw, where))
 
 
 def read_arguments(text: str) -> dict[str, Any] | str:
@@ -249,48 +302,60 @@ def _finite(text: str) -> float:
 
 
 def _checked(value: Any, where: str, depth: int) -> Any:
-    """A JSON value whose every text, names of fields included, passed `_string`."""
+    """A JSON value whose every text, names of fields included, passed `read_text`."""
     if isinstance(value, str):
-        return _string(value, where)
+        return read_text(value, where)
     if not isinstance(value, dict | list):
         return value
     if depth == 0:
         raise BadRequestError(f"{where} is nested more than {MAX_DEPTH} deep", "send it flatter", param=where)
     if isinstance(value, list):
         return [_checked(item, where, depth - 1) for item in value]
-    return {_string(key, where): _checked(item, where, depth - 1) for key, item in value.items()}
+    return {read_text(key, where): _checked(item, where, depth - 1) for key, item in value.items()}
 
 
-def canonical(message: Mapping[str, Any]) -> bytes:
-    """What two messages must share to be the same one: role, name, content and tool calls.
+def canonical(message: Mapping[str, Any], answers: int | None = None) -> bytes:
+    """What two messages must share to be one: role, name, content, tool calls, and which call a result answers.
 
     White space around the content, the model's reasoning and the ids of calls do not count. Arguments are compared as
     JSON values where they are JSON at all, numbers by value: a caller writes them again in its own way, 1 for 1.0.
+
+    Args:
+        message: the message.
+        answers: the place of the call that it answers among those of the message that made them; ids don't tell, for
+            some frameworks make their own.
     """
     calls = [
         [call["function"]["name"], _value(call["function"]["arguments"])] for call in message.get("tool_calls", ())
     ] or None
-    parts = [message["role"], message.get("name"), message["content"].strip(), calls]
+    parts = [message["role"], message.get("name"), message["content"].strip(), calls, answers]
     return json.dumps(parts, sort_keys=True).encode()
 
 
 def _value(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        try:
-            arguments = {"json": json.loads(arguments)}
-        except (ValueError, RecursionError):
-            return arguments
-    return _plain_numbers(arguments)
+    if not isinstance(arguments, str):
+        return _plain_numbers(arguments, MAX_DEPTH)
+    try:
+        return {"json": _plain_numbers(json.loads(arguments), MAX_DEPTH)}
+    except (ValueError, RecursionError):
+        return arguments
 
 
-def _plain_numbers(value: Any) -> Any:
+def _plain_numbers(value: Any, depth: int) -> Any:
+    """A JSON value with numbers that are equal written alike.
+
+    Raises:
+        ValueError: objects and lists stand more than `depth` deep inside each other.
+    """
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
-    if isinstance(value, dict):
-        return {key: _plain_numbers(item) for key, item in value.items()}
+    if not isinstance(value, dict | list):
+        return value
+    if depth == 0:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
     if isinstance(value, list):
-        return [_plain_numbers(item) for item in value]
-    return value
+        return [_plain_numbers(item, depth - 1) for item in value]
+    return {key: _plain_numbers(item, depth - 1) for key, item in value.items()}
 
 
 def prefix_digests(agent: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = ()) -> list[bytes]:
@@ -298,12 +363,16 @@ def prefix_digests(agent: str, messages: Sequence[Mapping[str, Any]], tools: Seq
     opening = json.dumps([agent, tools], sort_keys=True) if tools else json.dumps([agent])
     digest = hashlib.blake2b(opening.encode(), digest_size=16).digest()
     digests = [digest]
+    places: dict[str, int] = {}
+    """Of the newest calls in their message, by id."""
     for message in messages:
-        digest = extend_digest(digest, message)
+        if calls := message.get("tool_calls"):
+            places = {call["id"]: place for place, call in enumerate(calls)}
+        digest = extend_digest(digest, message, places.get(message.get("tool_call_id", "")))
         digests.append(digest)
     return digests
 
 
-def extend_digest(digest: bytes, message: Mapping[str, Any]) -> bytes:
-    """The digest of a conversation with one more message."""
-    return hashlib.blake2b(digest + canonical(message), digest_size=16).digest()
+def extend_digest(digest: bytes, message: Mapping[str, Any], answers: int | None = None) -> bytes:
+    """The digest of a conversation with one more message; for `answers` see `canonical`."""
+    return hashlib.blake2b(digest + canonical(message, answers), digest_size=16).digest()

@@ -724,7 +724,7 @@ class _Parser:
                 yield from self._pour(parts.append, (message, *enders))
                 header = "".join(parts)
                 if not self._skip(message):
-                    if not is_started and MARK not in header:
+                    if not is_started and MARK not in header and header.strip():
                         self._say(header)
                     header = ""
             to = re.search(rf"to=([^\s{MARK}]+)", header)
@@ -814,7 +814,7 @@ def _text_of(raw: str) -> str | None:
     """The text that a JSON string spells; None where it is none, or empty."""
     try:
         value = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) and value else None
 

@@ -154,7 +154,7 @@ class Fake:
 
     async def generate(self, message: Generate, number: int) -> None:
         if not message.prompt_ids or max(message.prompt_ids) >= NUM_IDS:
-            self.send(Rejected(message.request_id, "a prompt id is outside the vocabulary"))
+            self.send(Rejected(message.request_id, "a prompt id is outside the vocabulary", "prompt"))
             return
         draw = random.Random(message.params.seed)
         reason = FinishReason.LENGTH

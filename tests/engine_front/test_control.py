@@ -232,6 +232,19 @@ def test_a_time_that_is_not_finite_is_refused_as_such(engine: Served, number: st
     assert "lease_s: Input should be a finite number" in answer.json()["error"]["message"]
 
 
+def test_a_reward_out_of_range_is_refused_in_a_plain_sentence(engine: Served) -> None:
+    with engine.client() as client:
+        episode = client.episode("bad", mode=EVAL)
+        for reward, is_shown in ((1e300, "1e+300"), ({"main": -1e300}, "{'main': -1e+300}"), ("high", "'high'")):
+            body = {"outcome": "success", "reward": reward}
+            answer = ask(engine, "POST", f"/episodes/{episode.episode_id}/end", body)
+            assert answer.json()["error"]["message"].startswith(
+                "reward: it must be null, a number from -1000000000 to 1000000000, or an object with one of these for "
+                f"each agent, not {is_shown}"
+            )
+        episode.abort()
+
+
 def test_a_body_with_an_unknown_field_or_without_a_needed_one_is_refused_by_name(engine: Served) -> None:
     answer = ask(engine, "POST", "/episodes", claim_body(colour="red"))
     assert error_of(answer) == (422, "invalid")

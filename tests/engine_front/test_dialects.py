@@ -138,8 +138,9 @@ def test_an_episode_that_streams_is_recorded_like_one_that_does_not(played: Serv
 def test_a_call_that_sampled_nothing_is_an_error_and_no_row(engine: Served, is_stream: bool) -> None:
     """B010."""
     with episode(engine) as claimed, sdk(claimed) as api:
-        with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
+        with pytest.raises(openai.BadRequestError, match="outside the vocabulary") as caught:
             api.completions.create(model="m", prompt=[NUM_IDS], stream=is_stream)
+        assert caught.value.param == "prompt"
         assert recorded(engine, claimed) == []
 
 
@@ -1085,6 +1086,20 @@ def test_a_reply_that_breaks_off_ends_its_stream_with_an_error_and_is_not_traine
         assert not any(any(timeline["blocks"][-1]["loss_mask"]) for timeline in timelines)
 
 
+def nested_list(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+A_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def calling(call: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"top_logprobs": 5}, "top_logprobs"),
     ("chat/completions", {"n": 0}, "n"),
@@ -1125,6 +1140,39 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("responses", {"text": {"verbosity": "low"}}, "text"),
     ("responses", {"max_tool_calls": 3}, "max_tool_calls"),
     ("responses", {"temperature": 3}, "temperature"),
+    *(
+        (route, {name: value}, name)
+        for route in ("chat/completions", "completions", "responses")
+        for name, value in (("top_p", True), ("presence_penalty", False), ("top_k", False))
+    ),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": [A_CALL]}]}, "messages[0]"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]}, "messages[0]"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}, "messages[0]"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "detail": "low"}]}]},
+        "messages[0].content[0]",
+    ),
+    ("chat/completions", calling({**A_CALL, "type": "custom"}), "messages[1].tool_calls[0]"),
+    ("chat/completions", calling({**A_CALL, "result": "17"}), "messages[1].tool_calls[0]"),
+    (
+        "chat/completions",
+        calling({**A_CALL, "function": {"name": "f", "arguments": "{}", "output": "17"}}),
+        "messages[1].tool_calls[0].function",
+    ),
+    ("responses", {"input": "\ufdd0"}, "input"),
+    ("responses", {"instructions": "\ufdd0"}, "instructions"),
+    (
+        "responses",
+        {"instructions": "a", "input": [*HI, *HI, {"role": "user", "content": "\ufdd0"}]},
+        "input[2].content",
+    ),
+    (
+        "responses",
+        {"instructions": "a", "input": [*HI, {"role": "user", "content": [{"type": "input_text", "text": "\ufdd0"}]}]},
+        "input[1].content[0].text",
+    ),
+    ("responses", {"instructions": "a", "input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
 ]
 
 
@@ -1158,6 +1206,67 @@ def test_a_model_of_channels_can_not_be_told_not_to_reason(played: Served, route
             live.begin(loaded, "main", request.call, follow=False)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": 2**31}, "max_tokens must be a whole number from 1 to 2147483647, not 2147483648"),
+        (
+            {"seed": 1.5},
+            "seed must be a whole number from -9223372036854775808 to 9223372036854775807, not 1.5",
+        ),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_both_its_limits(
+    engine: Served, change: dict[str, Any], message: str
+) -> None:
+    with episode(engine) as claimed:
+        answer = post(claimed, "chat/completions", {**BODIES["chat/completions"], **change})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
+ENDLESS = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("route", "change"),
+    [
+        *((route, {name: ENDLESS}) for route in BODIES for name in ("stream", "seed", "top_p", "best_of", ENDLESS)),
+        ("chat/completions", {"tool_choice": ENDLESS}),
+        ("chat/completions", {"tools": [{"type": ENDLESS}]}),
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": ENDLESS}}]}),
+        ("chat/completions", {"response_format": ENDLESS}),
+        ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": {ENDLESS: 1}}}}),
+        ("chat/completions", {"messages": [{"role": ENDLESS}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", ENDLESS: 1}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": ENDLESS}]}]}),
+        ("chat/completions", {"stream": nested_list(900)}),
+        ("responses", {"input": [{"type": ENDLESS}]}),
+        ("responses", {"include": [ENDLESS]}),
+        ("responses", {"reasoning": {"effort": ENDLESS}}),
+        ("responses", {"previous_response_id": ENDLESS}),
+        ("messages", {"messages": [{"role": ENDLESS}]}),
+        ("messages", {"tools": [{"type": ENDLESS}]}),
+        ("messages", {"tools": [{"name": "a", ENDLESS: 1}]}),
+        ("messages", {"tool_choice": {"type": ENDLESS}}),
+    ],
+    ids=lambda one: str(one)[:60],
+)
+def test_an_error_shows_the_beginning_of_a_long_value(engine: Served, route: str, change: dict[str, Any]) -> None:
+    with episode(engine) as claimed:
+        answer = post(claimed, route, {**BODIES[route], **change})
+        assert answer.status_code in (400, 404), answer.text[:300]
+        assert len(answer.text) < 700
+
+
+def blocks(block: dict[str, Any]) -> dict[str, Any]:
+    return {"system": "a", "messages": [*HI, {"role": "assistant", "content": [block]}, *HI]}
+
+
+def answering(fields: dict[str, Any]) -> dict[str, Any]:
+    block = {"type": "tool_result", "tool_use_id": "a", "content": "17", **fields}
+    return {"system": "a", "messages": [{"role": "user", "content": [block]}]}
+
+
 REFUSED_BY_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 5}, "top_k"),
     ({"top_p": 0.5}, "top_p"),
@@ -1170,6 +1279,27 @@ REFUSED_BY_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*HI, {"role": "assistant", "content": "{"}]}, "last message"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0]"),
+    ({"top_p": True}, "top_p=True"),
+    ({"messages": [{**HI[0], "name": "bob"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "lang": "en"}]}]}, "content[0].lang"),
+    (blocks({"type": "thinking", "thinking": 5}), "messages[1].content[0].thinking must be a string"),
+    (blocks({"type": "tool_use", "id": "a", "name": "f", "input": {}, "output": "b"}), "messages[1].content[0].output"),
+    (blocks({"type": "tool_use", "id": "a", "name": 5, "input": {}}), "messages[1].content[0].name must be"),
+    (
+        blocks({"type": "tool_use", "id": "a", "name": "f", "input": {"\ufdd0": 1}}),
+        "messages[1].content[0].input holds",
+    ),
+    (answering({"is_error": "no"}), "messages[0].content[0].is_error must be true or false"),
+    (answering({"name": "f"}), "messages[0].content[0].name"),
+    (answering({"tool_use_id": None}), "messages[0].content[0].tool_use_id must be a string"),
+    ({"tools": [{"name": "f", "input_schema": {}, "eager_input_streaming": "yes"}]}, "tools[0].eager_input_streaming"),
+    ({"tool_choice": {"foo": 1}}, "tool_choice"),
+    ({"tool_choice": {"type": "auto", "foo": 1}}, "tool_choice.foo"),
+    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
+    ({"system": "\ufdd0"}, "system holds U+FDD0"),
+    ({"system": [{"type": "text", "text": "\ufdd0"}]}, "system[0].text holds U+FDD0"),
+    ({"system": "a", "messages": [{"role": "user", "content": "\ufdd0"}]}, "messages[0].content holds"),
+    ({"system": "a", "messages": [*HI, {"role": "king", "content": "a"}]}, "messages[1].role"),
 ]
 
 
@@ -1401,6 +1531,29 @@ def test_a_reply_of_a_given_form_is_sampled_under_a_grammar_and_not_trained(
     assert other["grammar"] is None
 
 
+def test_messages_take_what_sdks_and_frameworks_send_beside_a_block(played: Served) -> None:
+    labels: dict[str, Any] = {"cache_control": {"type": "ephemeral"}, "index": 0}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "citations": None, **labels}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "", "signature": "s", "index": 0},
+                {"type": "text", "text": "I look.", "citations": [], "parsed_output": None},
+                {"type": "tool_use", "id": "a", "name": "lookup", "input": {}, "caller": {"type": "direct"}, **labels},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "a", "content": "17", "is_error": False, **labels}],
+        },
+    ]
+    tool = {**ANTHROPIC, "type": "custom", "allowed_callers": [], "defer_loading": False, "input_examples": None}
+    with episode(played, "ok") as claimed:
+        answer = post(claimed, "messages", {**BODIES["messages"], "messages": messages, "tools": [tool]})
+        assert answer.status_code == 200, answer.text
+
+
 def requests(served: Served) -> list[dict[str, Any]]:
     """What the worker was asked for."""
     lines = (served.run_dir / "fake_requests.jsonl").read_text().splitlines()
@@ -1422,6 +1575,56 @@ def test_a_form_beside_tools_leaves_the_model_its_calls(played: Served) -> None:
     assert LLMatcher.validate_grammar(grammar) == ""
     assert "lookup" in grammar
     assert "items" in grammar
+
+
+UNIQUE = {"type": "object", "properties": {"ids": {"type": "array", "uniqueItems": True}}}
+"""A schema that no grammar follows."""
+
+
+@pytest.mark.parametrize("how", ["required", "named", "form"])
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
+def test_a_tool_whose_schema_no_grammar_follows_is_named_where_the_grammar_needs_it(
+    played: Served, route: str, how: str
+) -> None:
+    kind = {"type": "json_schema", "schema": SCHEMA}
+    flat = {"type": "function", "name": "fetch", "parameters": UNIQUE}
+    change: dict[str, Any] = {
+        "chat/completions": {
+            "tools": [LOOKUP, {"type": "function", "function": {"name": "fetch", "parameters": UNIQUE}}],
+            **{
+                "required": {"tool_choice": "required"},
+                "named": {"tool_choice": {"type": "function", "function": {"name": "fetch"}}},
+                "form": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            }[how],
+        },
+        "responses": {
+            "tools": [FLAT, flat],
+            **{
+                "required": {"tool_choice": "required"},
+                "named": {"tool_choice": {"type": "function", "name": "fetch"}},
+                "form": {"text": {"format": {**kind, "name": "x"}}},
+            }[how],
+        },
+        "messages": {
+            "tools": [ANTHROPIC, {"name": "fetch", "input_schema": UNIQUE}],
+            **{
+                "required": {"tool_choice": {"type": "any"}},
+                "named": {"tool_choice": {"type": "tool", "name": "fetch"}},
+                "form": {"output_config": {"format": kind}},
+            }[how],
+        },
+    }[route]
+    none = {"type": "none"} if route == "messages" else "none"
+    with episode(played, '{"items":[]}') as claimed:
+        answer = post(claimed, route, {**BODIES[route], **change})
+        assert answer.status_code == 400, answer.text
+        message = answer.json()["error"]["message"]
+        assert message.startswith("tools[1] ('fetch'): the schema of its arguments can't be followed: ")
+        assert "uniqueItems" in message
+        assert "%json" not in message
+        assert answer.json()["error"].get("param", "tools[1]") == "tools[1]"
+        answer = post(claimed, route, {**BODIES[route], **change, "tool_choice": none})
+        assert answer.status_code == 200, answer.text
 
 
 def test_json_cut_at_the_limit_is_not_repaired(played: Served) -> None:

@@ -128,7 +128,7 @@ def sent_back(answer: Answer) -> Message:
 def rewritten(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), separators=(",", ":"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
@@ -345,6 +345,48 @@ def test_a_reply_cut_before_its_closing_markup_gets_the_templates_without_a_loss
             assert behind.startswith("}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>")
 
 
+@pytest.mark.parametrize("kind", WITH_TOOLS)
+def test_a_conversation_goes_on_from_a_call_that_was_cut_anywhere(kind: str) -> None:
+    """At its limit, or where a stop string came; `"arguments": ` with nothing behind it is such a place."""
+    call = call_text(kind, '{"q": "x"}').partition("</think>\n\n")
+    text = (call[2] or call[0]).removesuffix(KINDS[kind].ends[0])
+    for cut in range(1, len(text) + 1):
+        chat = Chat(kind, tools=TOOLS)
+        chat.messages = [user("hi")]
+        sampled = chat.codec.encode(text[:cut])
+        answer = chat.turn(text[:cut], reason=FinishReason.LENGTH)
+        chat.messages += chat.results("17") if answer.tool_calls else [user("go on")]
+        (draft,) = chat.ask(*chat.messages)
+        if kind in ("qwen25", "qwen3", "llama3", "hermes_text"):
+            assert draft.extends == "e-0", text[:cut]
+        if draft.extends is not None:
+            known = chat.served["e-0"][0] + sampled
+            assert draft.prompt_ids[: len(known)] == known
+        chat.finish(draft, chat.codec.encode(final_text(kind, "ok")))
+        assert len(chat.rows()) == (1 if draft.extends is not None else 2)
+
+
+@pytest.mark.parametrize(
+    ("written", "added"),
+    [
+        ('{"name": "look", "arguments": ', "}\n</tool_call>"),
+        ('{"name": "look", "arguments": }', "\n</tool_call>"),
+        ('{"name": "look"}', "\n</tool_call>"),
+        ('{"arguments": {"q": "x"}, "name": "look"}', "\n</tool_call>"),
+        ('{"name": "look", "arguments": {}}\n</tool_', "call>"),
+        ('{"name": "look", "arguments": {}}\n</tool_call> so', ""),
+    ],
+)
+def test_a_call_that_was_cut_gets_the_rest_of_its_markup_and_no_more(written: str, added: str) -> None:
+    chat = Chat("hermes_text", tools=TOOLS)
+    chat.messages = [user("hi")]
+    chat.turn(f"<tool_call>{written}", reason=FinishReason.LENGTH)
+    chat.messages += chat.results("17")
+    (draft,) = chat.ask(*chat.messages)
+    shown = chat.codec.show(draft.prompt_ids)
+    assert f"<tool_call>{written}{added}<|im_end|>\n<|im_start|>user\n<tool_response>" in shown
+
+
 def test_a_stop_string_at_the_closing_tag_does_not_write_the_tag_twice() -> None:
     for kind in ("qwen25", "hermes_text"):
         chat = Chat(kind, tools=TOOLS)
@@ -455,6 +497,39 @@ def test_ids_that_a_framework_makes_up_lead_to_the_calls_they_mean() -> None:
         assert draft.prompt_ids == ours.prompt_ids
         assert "made-up" not in chat.codec.show(draft.prompt_ids)
         assert answer.tool_calls[0].call_id not in ("", "made-up-1")
+
+
+def test_results_that_trade_their_calls_are_served_as_they_were_sent_again() -> None:
+    """The messages are equal but for the ids, and the model would read the old pairs."""
+    chat = Chat("mistral", tools=TOOLS)
+    chat.messages = [user("hi")]
+    chat.turn('[TOOL_CALLS][{"name": "look", "arguments": {}}, {"name": "look", "arguments": {"q": "x"}}]</s>')
+    asked = list(chat.messages)
+    chat.messages += chat.results("17", "18")
+    chat.turn("ok</s>")
+    answered = chat.messages[-1]
+    first, second = (call["id"] for call in asked[-1]["tool_calls"])
+    swapped = [
+        {"role": "tool", "tool_call_id": second, "content": "17"},
+        {"role": "tool", "tool_call_id": first, "content": "18"},
+    ]
+    (draft,) = chat.ask(*asked, *swapped, answered, user("go"))
+    shown = chat.codec.show(draft.prompt_ids)
+    assert f'"17", "call_id": "{chat.codec._call_id(second)}"' in shown
+    assert f'"18", "call_id": "{chat.codec._call_id(first)}"' in shown
+
+
+@pytest.mark.parametrize("kind", WITH_TOOLS)
+@pytest.mark.parametrize("depth", [65, 700, 5000])
+def test_arguments_nested_without_end_are_a_reply_as_any_other(kind: str, depth: int) -> None:
+    chat = Chat(kind, tools=TOOLS)
+    chat.messages = [user("hi")]
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    answer = chat.turn(call_text(kind, arguments))
+    assert [call.arguments for call in answer.tool_calls] == [arguments]
+    chat.messages += [{**one, "tool_call_id": answer.tool_calls[0].call_id} for one in chat.results("17")]
+    (draft,) = chat.ask(*chat.messages)
+    assert draft.builds_on == "e-0"
 
 
 def test_a_prompt_of_token_ids_is_served_as_it_came() -> None:
@@ -578,6 +653,30 @@ def test_a_template_that_can_not_be_followed_is_refused_with_the_case(change: tu
     codec = type(QWEN25)(QWEN25.template.replace(*change), QWEN25.special, QWEN25.added).codec()
     with pytest.raises(TokenizerError, match=what):
         check_conformance(codec)
+
+
+def test_blocks_of_a_long_conversation_are_worked_out_once_for_each_call() -> None:
+    """For each context of its own from the start they would take minutes at a hundred turns."""
+    chat = Chat("qwen25")
+    chat.messages = [user("hi")]
+    for _ in range(40):
+        chat.turn("ok<|im_end|>", user("go"))
+    num_rendered = 0
+    codec = QWEN25.codec()
+    render = codec.template.render
+
+    def counted(*messages: Any, **how: Any) -> str:
+        nonlocal num_rendered
+        num_rendered += 1
+        return render(*messages, **how)
+
+    codec.template.render = counted  # type: ignore[method-assign]
+    record = chat.record()
+    shown = EpisodeBlocks(record, codec)
+    for timeline in record.episode.timelines():
+        assert sum((block.token_ids for block in shown.blocks(timeline)), ()) == timeline.tokens
+    # Up to the message before, up to its own one, and with the generation prompt.
+    assert num_rendered <= 3 * 40
 
 
 def test_blocks_show_a_tool_conversation_message_by_message() -> None:

@@ -147,6 +147,27 @@ def test_what_can_not_be_enforced_is_refused_by_name(schema: dict[str, Any], nam
     assert len(str(caught.value)) < 600
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A schema of objects inside each other."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+    return schema
+
+
+def listed(depth: int) -> Any:
+    """A value inside lists."""
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("schema", [nested(61), {"enum": [listed(122)]}])
+def test_a_schema_may_be_as_deep_as_its_grammar_can_be_read(schema: dict[str, Any]) -> None:
+    assert json_schema_grammar(schema)
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -160,6 +181,11 @@ def test_what_can_not_be_enforced_is_refused_by_name(schema: dict[str, Any], nam
         ({"type": "integer", "minimum": 5, "maximum": 3}, "nothing fits"),
         ({"description": "x" * MAX_SCHEMA_CHARS}, "characters"),
         ({"default": float("nan")}, "no JSON"),
+        ({"type": "string", "pattern": "\ud800"}, "lone surrogate"),
+        ({"enum": ["\ud800"]}, "lone surrogate"),
+        ({"type": "object", "properties": {"\ud800": {}}}, "lone surrogate"),
+        *((nested(depth), "nested too deeply") for depth in (62, 63, 64, 78, 300, 480, 900)),
+        *(({"enum": [listed(depth)]}, "nested too deeply") for depth in (123, 126, 200, 480, 900)),
     ],
 )
 def test_a_faulty_schema_is_refused_with_the_fault(schema: Any, reason: str) -> None:

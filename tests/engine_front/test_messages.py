@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -92,6 +93,35 @@ def test_arguments_are_compared_by_value_whatever_language_wrote_them_again() ->
     assert canonical(sampled) != canonical(call('{"l":[2.5],"s":"e","n":1}', "call_a"))
 
 
+@pytest.mark.parametrize("depth", [65, 500, 960, 100_000])
+def test_arguments_nested_too_deep_are_compared_as_text(depth: int) -> None:
+    """A model may sample them, so neither its reply nor the next request may fail over them."""
+
+    def call(arguments: str) -> dict[str, Any]:
+        return one(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+
+    for opens, closes in (('{"a":', "}"), ("[", "]")):
+        text = opens * depth + "1" + closes * depth
+        assert canonical(call(text)) == canonical(call(text))
+        assert canonical(call(text)) != canonical(call(text.replace("1", "2")))
+
+
+def test_a_tools_result_is_another_message_where_it_answers_another_call() -> None:
+    def asked(*ids: str, results: tuple[str, str]) -> bytes:
+        calls = [{"id": one, "function": {"name": "f", "arguments": "{}"}} for one in ids]
+        answers = [
+            {"role": "tool", "tool_call_id": one, "content": text}
+            for one, text in zip(results, ("17", "18"), strict=True)
+        ]
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}, *answers]
+        return prefix_digests("main", parse_messages(messages))[-1]
+
+    plain = asked("a", "b", results=("a", "b"))
+    assert plain != asked("a", "b", results=("b", "a"))
+    assert plain == asked("x", "y", results=("x", "y")), "ids that a framework made are no difference"
+    assert plain != asked("a", "b", results=("a", "?"))
+
+
 def test_outer_white_space_and_reasoning_do_not_count() -> None:
     plain = canonical(one(role="assistant", content="yes"))
     assert canonical(one(role="assistant", content=" yes\n")) == plain
@@ -110,6 +140,13 @@ def test_fields_that_an_sdk_sends_back_empty_are_fine() -> None:
         "tool_calls": None,
     }
     assert parse_messages([echoed]) == ({"role": "assistant", "content": "hi"},)
+    call = {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}, "custom": None}
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "annotations": [], "thought": None}
+    asked = parse_messages([{"role": "user", "content": [part], "tool_calls": [], "refusal": None}])
+    assert asked == ({"role": "user", "content": "hi"},)
+    assert one(role="assistant", tool_calls=[call]) == one(
+        role="assistant", tool_calls=[{"id": "c", "function": {"name": "f", "arguments": "{}"}}]
+    )
 
 
 def test_the_developer_is_the_system() -> None:
@@ -171,7 +208,7 @@ def test_tools_are_read_and_what_they_leave_out_is_filled_in() -> None:
         ([{"type": "function", "function": {"name": "a" * 129}}], "1 to 128"),
         ([{"type": "function", "function": {"name": "a", "parameters": []}}], "must be a JSON schema"),
         ([{"type": "function", "function": {"name": "a", "strict": 1}}], "must be true or false"),
-        ([{"type": "function", "function": {"name": "a", "returns": {}}}], "returns is not taken"),
+        ([{"type": "function", "function": {"name": "a", "returns": {"type": "string"}}}], "returns is not taken"),
         ([{"type": "function", "function": {"name": "a", "description": "\ufdd0"}}], "noncharacters"),
         ([{"type": "function", "function": {"name": "a", "parameters": {"\ud800": 1}}}], "lone surrogate"),
     ],
@@ -179,6 +216,13 @@ def test_tools_are_read_and_what_they_leave_out_is_filled_in() -> None:
 def test_tools_that_make_no_sense_are_refused_with_their_place(tools: Any, where: str) -> None:
     with pytest.raises(BadRequestError, match=where):
         parse_tools(tools)
+
+
+def test_a_name_is_looked_for_once_among_many_tools() -> None:
+    tools = [{"type": "function", "function": {"name": f"look_{place}"}} for place in range(20_000)]
+    started = time.perf_counter()
+    assert len(parse_tools(tools)) == 20_000
+    assert time.perf_counter() - started < 2
 
 
 def test_other_tools_are_another_conversation_and_the_order_of_fields_is_not() -> None:

@@ -400,6 +400,14 @@ def test_a_broken_reply_streams_to_the_same_answer(kind: str, text: str) -> None
     check_split(kind, tokens, range(1, len(tokens)), (), True)
 
 
+@pytest.mark.parametrize("space", [" ", "\n\n", "\x0c", "\u2028"])
+@pytest.mark.parametrize("ends", ["<|end|>{}<|return|>", "<|end|>{}<|end|>", "<|end|>{}<|call|>{}<|return|>"])
+def test_white_space_between_the_tokens_that_end_a_reply_in_channels_is_markup(ends: str, space: str) -> None:
+    tokens = tokens_of(CODECS["harmony"], f"<|channel|>final<|message|>ok{ends.replace('{}', space)}")
+    check_split("harmony", tokens, range(1, len(tokens)), (), True)
+    assert read("harmony", f"<|channel|>final<|message|>ok{ends.replace('{}', space)}").content == "ok"
+
+
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=40), st.lists(st.integers(0, 160), max_size=5))
 @example("😊<tool_call>", [1, 2, 3])
 @settings(max_examples=60, deadline=None)

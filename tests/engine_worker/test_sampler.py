@@ -249,6 +249,15 @@ def test_a_request_that_cannot_be_served_is_rejected_with_the_way_out(
     assert sampler.is_idle
 
 
+def test_a_token_outside_the_vocabulary_is_refused_with_its_field(tiny: LoadedPolicy) -> None:
+    sampler = SlotSampler(tiny.model, NO_END)
+    (prompt,) = sampler.submit(generate("a", [900]))
+    (script,) = sampler.submit(generate("a", [5], script=(900,)))
+    assert isinstance(prompt, Rejected)
+    assert isinstance(script, Rejected)
+    assert (prompt.param, script.param) == ("prompt", "script")
+
+
 def test_broken_weights_reject_the_request_and_not_the_sampler(tiny: LoadedPolicy) -> None:
     sampler = SlotSampler(tiny.model, NO_END)
     with torch.no_grad():

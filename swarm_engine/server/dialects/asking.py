@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, UnsupportedError
+from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
 from swarm_engine.server.dialects.fields import blaming
 from swarm_engine.server.episodes import Auto, Named, NoTools, Required, ToolChoice
-from swarm_engine.server.grammars import json_object_grammar, json_schema_grammar
+from swarm_engine.server.grammars import check_parameters, json_object_grammar, json_schema_grammar
 from swarm_engine.tracker.messages import Message
 
 
@@ -30,7 +30,7 @@ def openai_tool_choice(value: Any, tools: Sequence[Message]) -> ToolChoice:
         }:
             return _allowed(mode, [_name_of(one) for one in subset], tools)
     raise UnsupportedError(
-        f"tool_choice {value!r} is not taken by this server",
+        f"tool_choice {shown(value)} is not taken by this server",
         'use "auto", "none", "required", or name a function',
         param="tool_choice",
     )
@@ -40,7 +40,7 @@ def _name_of(value: Any) -> str:
     match value:
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
             return name
-    raise BadRequestError(f"tool_choice allows {value!r}, which names no function", param="tool_choice")
+    raise BadRequestError(f"tool_choice allows {shown(value)}, which names no function", param="tool_choice")
 
 
 def _allowed(mode: Any, names: Sequence[str], tools: Sequence[Message]) -> ToolChoice:
@@ -48,7 +48,7 @@ def _allowed(mode: Any, names: Sequence[str], tools: Sequence[Message]) -> ToolC
         return must_call(names, tools)
     if mode != "auto" or {tool["function"]["name"] for tool in tools} - set(names):
         raise UnsupportedError(
-            f"tool_choice allows some tools in mode {mode!r}, which nothing enforces here",
+            f"tool_choice allows some tools in mode {shown(mode)}, which nothing enforces here",
             "send only those tools, or use mode required",
             param="tool_choice",
         )
@@ -64,18 +64,37 @@ def must_call(names: Sequence[str], tools: Sequence[Message]) -> ToolChoice:
         )
     if unknown := [name for name in names if name not in known]:
         raise BadRequestError(
-            f"tool_choice names {unknown[0]!r}, the tools are {', '.join(known)}",
+            f"tool_choice names {shown(unknown[0])}, the tools are {shortened(', '.join(known))}",
             "name one of them",
             param="tool_choice",
         )
+    _check_callable(tools, names or known)
     return Named(tuple(names)) if names else Required()
 
 
-def form(value: Any, param: str) -> str | None:
+def _check_callable(tools: Sequence[Message], names: Collection[str]) -> None:
+    """See that a grammar can hold calls of the named tools.
+
+    Raises:
+        BadRequestError: a schema among theirs can't be followed.
+    """
+    for index, tool in enumerate(tools):
+        function, where = tool["function"], f"tools[{index}]"
+        if function["name"] in names:
+            try:
+                check_parameters(function["parameters"])
+            except BadRequestError as error:
+                raise BadRequestError(f"{where} ({shown(function['name'])}): {error}", param=where) from error
+
+
+def form(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -> str | None:
     """The grammar of an answer's form: text has none, else it is a JSON object, or what fits a schema.
 
-    Chat completions put the schema one level deeper than the other APIs.
+    Chat completions put the schema one level deeper than the other APIs. Tools that may be called in the answer's place
+    are part of what the reply must follow.
     """
+    if value is not None and value != {"type": "text"} and isinstance(choice, Auto):
+        _check_callable(tools, [tool["function"]["name"] for tool in tools])
     match value:
         case None | {"type": "text"}:
             return None
@@ -86,7 +105,7 @@ def form(value: Any, param: str) -> str | None:
         case {"type": "json_schema"}:
             raise BadRequestError(f"{param} has no schema", "put the JSON schema there", param=param)
     raise UnsupportedError(
-        f"{param} is {value!r:.200}", "its type is text, json_object or json_schema with a schema", param=param
+        f"{param} is {shown(value)}", "its type is text, json_object or json_schema with a schema", param=param
     )
 
 

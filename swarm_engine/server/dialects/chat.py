@@ -151,6 +151,7 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
     """
     RULES.check(raw)
     tools = parse_tools(raw.get("tools"))
+    choice = asking.openai_tool_choice(raw.get("tool_choice"), tools)
     has_logprobs = fields.flag(raw, "logprobs")
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     if top_logprobs and not has_logprobs:
@@ -164,9 +165,9 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
             seed=fields.seed(raw),
             stop=fields.stops(raw),
             tools=tools,
-            tool_choice=asking.openai_tool_choice(raw.get("tool_choice"), tools),
+            tool_choice=choice,
             is_single_call=not fields.flag(raw, "parallel_tool_calls", default=True),
-            grammar=asking.form(raw.get("response_format"), "response_format"),
+            grammar=asking.form(raw.get("response_format"), "response_format", choice, tools),
             num_choices=fields.integer(raw, "n", 1, MAX_CHOICES) or 1,
             top_logprobs=top_logprobs,
             unthinking="reasoning_effort" if raw.get("reasoning_effort") is not None else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError
+from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError, shown
 from swarm_engine.server.dialects import chat, fields, writing
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
 from swarm_engine.tracker.replies import TextDelta
@@ -130,7 +130,7 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> CompletionRequest:
     RULES.check(raw)
     num_choices = fields.integer(raw, "n", 1, chat.MAX_CHOICES) or 1
     if raw.get("best_of") not in (None, num_choices):
-        raise UnsupportedError(f"best_of={raw['best_of']!r} is not n", fields.WHY["best_of"], param="best_of")
+        raise UnsupportedError(f"best_of={shown(raw['best_of'])} is not n", fields.WHY["best_of"], param="best_of")
     logprobs = fields.integer(raw, "logprobs", 0, MAX_LOGPROBS)
     return CompletionRequest(
         model=fields.text(raw, "model") or "",

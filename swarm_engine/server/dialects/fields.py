@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from swarm_engine.errors import BadRequestError, UnsupportedError
+from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
 from swarm_engine.server.episodes import Script
 
 MAX_STOPS = 16
@@ -85,10 +85,12 @@ class Rules:
                 continue
             neutral = self.neutral.get(name)
             if neutral is None:
+                name = shortened(name)
                 raise UnsupportedError(f"{name} is not taken by this server", WHY.get(name, "leave it out"), param=name)
-            if value not in neutral:
+            # True is 1 to Python, and no number to a caller.
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
                 raise UnsupportedError(
-                    f"{name}={value!r} is not taken by this server", WHY.get(name, "leave it out"), param=name
+                    f"{name}={shown(value)} is not taken by this server", WHY.get(name, "leave it out"), param=name
                 )
 
 
@@ -111,13 +113,14 @@ def unicode_text(value: str, name: str) -> str:
     return value
 
 
-def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """True or false."""
+def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, where: str = "") -> bool:
+    """True or false; `where` is the place of `raw` in the body, where it is not the body itself."""
     value = raw.get(name)
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise BadRequestError(f"{name} must be true or false, not {value!r}", param=name)
+        place = f"{where}.{name}" if where else name
+        raise BadRequestError(f"{place} must be true or false, not {shown(value)}", param=place)
     return value
 
 
@@ -127,8 +130,7 @@ def integer(raw: Mapping[str, Any], name: str, low: int, high: int) -> int | Non
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        limits = f"of at least {low}" if high >= MAX_TOKENS else f"from {low} to {high}"
-        raise BadRequestError(f"{name} must be a whole number {limits}, not {value!r}", param=name)
+        raise BadRequestError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}", param=name)
     return value
 
 

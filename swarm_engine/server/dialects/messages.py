@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError
+from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError, shown
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.episodes import (
     Auto,
@@ -28,12 +28,33 @@ from swarm_engine.server.episodes import (
     RunningCall,
     ToolChoice,
 )
-from swarm_engine.tracker.messages import Message, Tool, parse_messages, parse_tools, read_arguments
+from swarm_engine.tracker.messages import (
+    Message,
+    Tool,
+    check_fields,
+    parse_messages,
+    parse_tools,
+    read_arguments,
+    read_object,
+    read_text,
+)
 from swarm_engine.tracker.replies import Delta, ReasoningDelta, TextDelta
 from swarm_engine.types import FinishReason
 
 INVALID = "INVALID_JSON"
 SYSTEM_SEPARATOR = "\n"
+
+MESSAGE_FIELDS = ("role", "content")
+BLOCK_LABELS = ("type", "cache_control", "index")
+BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "text": (*BLOCK_LABELS, "text", "citations"),
+    "thinking": (*BLOCK_LABELS, "thinking", "signature"),
+    "tool_use": (*BLOCK_LABELS, "id", "name", "input", "caller"),
+    "tool_result": (*BLOCK_LABELS, "tool_use_id", "content", "is_error"),
+}
+"""Of a block, by type."""
+TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
 
 COUNTED = frozenset({"model", "messages", "system", "tools", "tool_choice", "output_config"})
 LABELS = frozenset(
@@ -255,7 +276,7 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> MessagesRequest:
             tools=tools,
             tool_choice=choice,
             is_single_call=not is_parallel,
-            grammar=_form(raw.get("output_config")),
+            grammar=_form(raw.get("output_config"), choice, tools),
             unthinking="thinking" if raw.get("thinking") == {"type": "disabled"} else None,
             script=fields.script(raw),
         ),
@@ -273,8 +294,8 @@ def parse_count(raw: Mapping[str, Any]) -> tuple[str, tuple[Message, ...], tuple
     """
     COUNT_RULES.check(raw)
     messages, tools = _prompt(raw)
-    _tool_choice(raw.get("tool_choice"), tools)
-    _form(raw.get("output_config"))
+    choice, _ = _tool_choice(raw.get("tool_choice"), tools)
+    _form(raw.get("output_config"), choice, tools)
     return fields.text(raw, "model") or "", messages, tools
 
 
@@ -285,6 +306,7 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
     if not raw.get("messages"):
         raise BadRequestError("messages must be a list with at least one message", param="messages")
     for where, message in fields.items(raw["messages"], "messages"):
+        check_fields(message, MESSAGE_FIELDS, where)
         match message.get("role"):
             case "user":
                 messages += _user(message.get("content"), f"{where}.content")
@@ -294,7 +316,7 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
                 messages.append({"role": "system", "content": _system(message.get("content"), f"{where}.content")})
             case role:
                 raise BadRequestError(
-                    f"{where}.role is {role!r}", "it must be user, assistant or system", param=f"{where}.role"
+                    f"{where}.role is {shown(role)}", "it must be user, assistant or system", param=f"{where}.role"
                 )
     if messages[-1]["role"] == "assistant":
         raise UnsupportedError(
@@ -307,18 +329,22 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
 
 def _blocks(content: Any, where: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
     if isinstance(content, str):
-        return [(where, {"type": "text", "text": content})]
-    return fields.items(content, where)
+        return [(where, {"type": "text", "text": read_text(content, where)})]
+    blocks = fields.items(content, where)
+    for place, block in blocks:
+        if known := BLOCK_FIELDS.get(str(block.get("type"))):
+            check_fields(block, known, place)
+    return blocks
 
 
 def _block_text(block: Mapping[str, Any], where: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
         raise UnsupportedError(
-            f"{where} is a block of type {block.get('type')!r}, this model reads text only",
+            f"{where} is a block of type {shown(block.get('type'))}, this model reads text only",
             'send {"type": "text", "text": ...}',
             param=where,
         )
-    return str(block["text"])
+    return read_text(block["text"], f"{where}.text")
 
 
 def _system(content: Any, where: str) -> str:
@@ -332,9 +358,10 @@ def _user(content: Any, where: str) -> list[dict[str, Any]]:
         if block.get("type") != "tool_result":
             texts.append(_block_text(block, place))
             continue
+        fields.flag(block, "is_error", where=place)
         inner = block.get("content")
         text = "" if inner is None else "".join(_block_text(*one[::-1]) for one in _blocks(inner, f"{place}.content"))
-        results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": text})
     if texts or not results:
         results.append({"role": "user", "content": "".join(texts)})
     return results
@@ -347,10 +374,10 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
     for place, block in _blocks(content, where):
         match block.get("type"):
             case "thinking":
-                reasoning.append(str(block.get("thinking") or ""))
+                reasoning.append(_field(block, "thinking", place))
             case "tool_use":
-                function = {"name": block.get("name"), "arguments": _arguments(block.get("input"), place)}
-                calls.append({"id": block.get("id"), "type": "function", "function": function})
+                function = {"name": _field(block, "name", place), "arguments": _arguments(block.get("input"), place)}
+                calls.append({"id": _field(block, "id", place), "type": "function", "function": function})
             case _:
                 texts.append(_block_text(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -361,12 +388,16 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
     return message
 
 
+def _field(block: Mapping[str, Any], name: str, where: str) -> str:
+    return read_text(block.get(name), f"{where}.{name}")
+
+
 def _arguments(value: Any, where: str) -> Any:
     match value:
         case {"INVALID_JSON": str(text)} if len(value) == 1:
-            return text
+            return read_text(text, f"{where}.input")
         case dict():
-            return value
+            return read_object(value, f"{where}.input")
     raise BadRequestError(f"{where}.input must be an object", param=f"{where}.input")
 
 
@@ -374,17 +405,16 @@ def _tools(raw: Any) -> Any:
     """Tools in the shape of chat completions."""
     if raw is None:
         return None
-    known = {"type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming"}
     wrapped = []
     for where, tool in fields.items(raw, "tools"):
         if tool.get("type") not in (None, "custom"):
             raise UnsupportedError(
-                f"{where} is a tool of type {tool['type']!r}, the model calls functions only",
+                f"{where} is a tool of type {shown(tool['type'])}, the model calls functions only",
                 "send tools with an input_schema and run them yourself",
                 param=where,
             )
-        if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False, [])]:
-            raise UnsupportedError(f"{where}.{unknown[0]} is not taken by this server", "leave it out", param=where)
+        check_fields(tool, TOOL_FIELDS, where)
+        fields.flag(tool, "eager_input_streaming", where=where)
         wrapped.append(
             asking.wrapped(tool.get("name"), tool.get("description"), tool.get("input_schema"), tool.get("strict"))
         )
@@ -393,7 +423,10 @@ def _tools(raw: Any) -> Any:
 
 def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]:
     """The choice, and whether a reply may hold several calls."""
-    is_parallel = not (isinstance(value, dict) and fields.flag(value, "disable_parallel_tool_use"))
+    is_parallel = True
+    if isinstance(value, dict):
+        check_fields(value, CHOICE_FIELDS, "tool_choice")
+        is_parallel = not fields.flag(value, "disable_parallel_tool_use", where="tool_choice")
     match value:
         case None | {"type": "auto"}:
             return Auto(), is_parallel
@@ -404,13 +437,15 @@ def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]
         case {"type": "tool", "name": str(name)}:
             return asking.must_call((name,), tools), is_parallel
     raise UnsupportedError(
-        f"tool_choice {value!r} is not taken by this server", "its type is auto, any, tool or none", param="tool_choice"
+        f"tool_choice {shown(value)} is not taken by this server",
+        "its type is auto, any, tool or none",
+        param="tool_choice",
     )
 
 
-def _form(value: Any) -> str | None:
+def _form(value: Any, choice: ToolChoice, tools: tuple[Tool, ...]) -> str | None:
     if value is None:
         return None
     if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"format"}):
         raise UnsupportedError("output_config takes format only", "leave the rest out", param="output_config")
-    return asking.form(value.get("format"), "output_config")
+    return asking.form(value.get("format"), "output_config", choice, tools)

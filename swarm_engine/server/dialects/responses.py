@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError, UnsupportedError
+from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError, UnsupportedError, shortened, shown
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.dialects.chat import MAX_TOP_LOGPROBS
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
-from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
+from swarm_engine.tracker.messages import Message, parse_messages, parse_tools, read_text
 from swarm_engine.tracker.replies import Delta, ReasoningDelta, TextDelta
 from swarm_engine.types import FinishReason
 
@@ -303,12 +303,15 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     if not isinstance(include, list):
         raise BadRequestError(f"include must be a list, not {include!r:.80}", param="include")
     if unknown := [one for one in include if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING)]:
-        raise UnsupportedError(f"include has {unknown[0]!r}, which this server has nothing of", param="include")
+        raise UnsupportedError(f"include has {shown(unknown[0])}, which this server has nothing of", param="include")
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     history = (*_earlier(raw, episode), *parse_messages(_messages(raw.get("input"))))
     instructions = fields.text(raw, "instructions")
-    own = parse_messages([{"role": "system", "content": instructions}]) if instructions else ()
+    own = (
+        parse_messages([{"role": "system", "content": read_text(instructions, "instructions")}]) if instructions else ()
+    )
     tools = parse_tools(_tools(raw.get("tools")))
+    choice = asking.openai_tool_choice(raw.get("tool_choice"), tools)
     is_parallel = fields.flag(raw, "parallel_tool_calls", default=True)
     form = _form(raw.get("text"))
     return ResponsesRequest(
@@ -320,9 +323,9 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
             seed=fields.seed(raw),
             stop=fields.stops(raw),
             tools=tools,
-            tool_choice=asking.openai_tool_choice(raw.get("tool_choice"), tools),
+            tool_choice=choice,
             is_single_call=not is_parallel,
-            grammar=asking.form(form, "text"),
+            grammar=asking.form(form, "text", choice, tools),
             top_logprobs=top_logprobs,
             unthinking=_unthinking(raw.get("reasoning")),
             script=fields.script(raw),
@@ -355,7 +358,7 @@ def _earlier(raw: Mapping[str, Any], episode: LiveEpisode) -> tuple[Message, ...
     found = episode.responses.get(name)
     if found is None:
         raise NotFoundError(
-            f"this episode has no response {name!r}",
+            f"this episode has no response {shown(name)}",
             "go on from one that it gave and stored, or send the whole input",
             code="previous_response_not_found",
             param="previous_response_id",
@@ -367,11 +370,11 @@ def _unthinking(value: Any) -> str | None:
     value = {} if value is None else value
     if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"effort"}):
         raise UnsupportedError(
-            f"reasoning={value!r} is not taken by this server", fields.WHY["reasoning"], param="reasoning"
+            f"reasoning={shown(value)} is not taken by this server", fields.WHY["reasoning"], param="reasoning"
         )
     effort = value.get("effort")
     if effort not in (None, "none"):
-        raise UnsupportedError(f"reasoning.effort is {effort!r}", fields.WHY["reasoning"], param="reasoning")
+        raise UnsupportedError(f"reasoning.effort is {shown(effort)}", fields.WHY["reasoning"], param="reasoning")
     return None if effort is None else "reasoning"
 
 
@@ -395,13 +398,15 @@ def _tools(raw: Any) -> Any:
     for where, tool in fields.items(raw, "tools"):
         if tool.get("type") != "function":
             raise UnsupportedError(
-                f"{where} is a tool of type {tool.get('type')!r}, the model calls functions only",
+                f"{where} is a tool of type {shown(tool.get('type'))}, the model calls functions only",
                 "send functions and run them yourself",
                 param=where,
             )
         known = {"type", "name", "description", "parameters", "strict"}
         if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False)]:
-            raise UnsupportedError(f"{where}.{unknown[0]} is not taken by this server", "leave it out", param=where)
+            raise UnsupportedError(
+                f"{where}.{shortened(unknown[0])} is not taken by this server", "leave it out", param=where
+            )
         wrapped.append(
             asking.wrapped(tool.get("name"), tool.get("description"), tool.get("parameters"), tool.get("strict"))
         )
@@ -411,7 +416,7 @@ def _tools(raw: Any) -> Any:
 def _messages(raw: Any) -> list[dict[str, Any]]:
     """Items as messages of chat completions."""
     if isinstance(raw, str):
-        return [{"role": "user", "content": raw}]
+        return [{"role": "user", "content": read_text(raw, "input")}]
     if not raw:
         raise BadRequestError("input must be a text or a list with at least one item", param="input")
     messages: list[dict[str, Any]] = []
@@ -450,7 +455,7 @@ def _replies(items: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, A
         if kind == "message":
             reply["content"] += _text(item.get("content"), f"{where}.content")
         else:
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            function = {"name": read_text(item.get("name"), f"{where}.name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             reply.setdefault("tool_calls", []).append(call)
     if not replies:
@@ -472,7 +477,7 @@ def _other(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         output = _text(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     raise UnsupportedError(
-        f"{where} is an item of type {kind!r}",
+        f"{where} is an item of type {shown(kind)}",
         "this server takes message, reasoning, function_call and function_call_output",
         param=where,
     )
@@ -480,16 +485,16 @@ def _other(item: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
-        return content
+        return read_text(content, where)
     texts = []
     for place, part in fields.items(content, where):
         if part.get("type") not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
             raise UnsupportedError(
-                f"{place} is a part of type {part.get('type')!r}, this model reads text only",
+                f"{place} is a part of type {shown(part.get('type'))}, this model reads text only",
                 'send {"type": "input_text", "text": ...}',
                 param=where,
             )
-        texts.append(part["text"])
+        texts.append(read_text(part["text"], f"{place}.text"))
     return "".join(texts)
 
 
