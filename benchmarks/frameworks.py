@@ -5,10 +5,10 @@
 
 Tic-tac-toe is trained by a project whose workflow.py is each of examples/workflows in turn, in lockstep, where a run
 repeats itself to the last bit. Where a framework asks the same questions, token by token, everything must be identical:
-prompts, sampled ids and their log-probabilities, rewards, final weights. Where one asks otherwise, what it adds is shown
-and the held-out reward after training is compared over the seeds, paired, with two one-sided tests against a margin of
-0.10. AgentScope's example keeps it from telling its agents the time: nano was cloned on the games' own words and answers
-nothing right behind others.
+prompts, sampled ids and their log-probabilities, rewards, final weights. Where one asks otherwise, what it adds is
+shown, and the held-out reward after training is compared over the seeds, paired, with two one-sided tests against a
+margin of 0.10. AgentScope's example keeps it from telling its agents the time: nano was cloned on the games' own words
+and answers nothing right behind others.
 """
 
 from __future__ import annotations
