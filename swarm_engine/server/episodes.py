@@ -328,7 +328,7 @@ class RunningCall:
 
         def on_tokens(generation: Generation, token_ids: Sequence[int]) -> None:
             reply.push(token_ids)
-            if reply.is_stopped:
+            if reply.stopped_by is not None:
                 link.cancel(generation.request_id)
             has_news.set()
 
@@ -347,14 +347,6 @@ class RunningCall:
         answer = self.reply.answer
         return replace(answer, tool_calls=answer.tool_calls[:1]) if self.request.is_single_call else answer
 
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the reply; None where none did."""
-        if not self.reply.is_stopped:
-            return None
-        text = self.reply.codec.decode(self.generation.token_ids)
-        return min((stop for stop in self.request.stop if stop in text), key=text.index, default=None)
-
     def news(self) -> News:
         """What came since the last look. Joined, the pieces are the answer."""
         placed = self.reply.take_placed()
@@ -366,7 +358,7 @@ class RunningCall:
     def finish(self, reason: FinishReason) -> None:
         """Record the complete reply, once."""
         # Where a stop string came, the sampler was told to cancel the rest.
-        self._record(FinishReason.STOP if self.reply.is_stopped else reason)
+        self._record(reason if self.reply.stopped_by is None else FinishReason.STOP)
 
     def _record(self, reason: FinishReason) -> None:
         if self.is_over:
@@ -374,7 +366,7 @@ class RunningCall:
         generation, reply = self.generation, self.reply
         if reply.num_tokens == 0:
             reply.push(generation.token_ids)
-        if reply.is_stopped:
+        if reply.stopped_by is not None:
             generation.cut(reply.num_tokens)
         reply.finish()
         self.finish_reason = reason

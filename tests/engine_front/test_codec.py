@@ -121,7 +121,13 @@ def test_a_stop_string_cuts_the_text_and_keeps_the_token_that_completed_it() -> 
     """B085: stop `ab`, one token reads `abc`."""
     reply = ReplyReader(CODEC, "e-0", stop=["ab"])
     reply.push([*ids("x"), ABC, *ids("y")])
-    assert (reply.answer.content, reply.is_stopped, reply.num_tokens) == ("x", True, 2)
+    assert (reply.answer.content, reply.stopped_by, reply.num_tokens) == ("x", "ab", 2)
+
+
+def test_of_two_stop_strings_in_one_token_the_first_one_in_the_text_ends_the_reply() -> None:
+    reply = ReplyReader(CODEC, "e-0", stop=["c", "b", "bc"])
+    reply.push([*ids("x"), ABC])
+    assert (reply.answer.content, reply.stopped_by) == ("xa", "b")
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
