@@ -154,16 +154,13 @@ class LiveEpisode:
         )
         return EpisodeRecord(episode, self.tracker.notes())
 
-    def begin(self, loaded: Loaded, agent: str, request: CallRequest, *, follow: bool) -> RunningAsk:
-        """Send a request to the sampler; `follow` keeps the replies' text up to date while they come in.
+    def draft(self, loaded: Loaded, agent: str, request: CallRequest) -> Draft:
+        """Turn a request into a prompt that leaves room for a reply; like the tracker's, on any thread.
 
         Raises:
-            BadRequestError: the prompt or a limit can't be served.
+            BadRequestError: the prompt can't be served.
             NotFoundError: the claim named its agents, and this is none of them.
-            EpisodeLostError: the episode is ending.
         """
-        if self.ending is not None:
-            raise EpisodeLostError(f"episode {self.episode_id!r} has ended", code="episode_ended")
         self.check_agent(agent)
         form = loaded.codec.format
         if request.unthinking is not None and form is not None and form.has_reasoning:
@@ -172,16 +169,30 @@ class LiveEpisode:
                 "leave it out",
                 param=request.unthinking,
             )
-        asked = self._draft(loaded, agent, request)
+        prompt, limit = request.raw_prompt, loaded.policy.max_context
+        if prompt is None:
+            draft = self.tracker.draft(agent, request.messages, request.tools)
+        elif isinstance(prompt, str):
+            loaded.codec.check_length(prompt, limit, "prompt")
+            draft = self.tracker.draft_ids(agent, loaded.codec.encode_text(prompt))
+        else:
+            draft = self.tracker.draft_ids(agent, prompt)
+        if len(draft.prompt_ids) >= limit:
+            param = "messages" if prompt is None else "prompt"
+            raise ContextLengthError(str(len(draft.prompt_ids)), limit, param)
+        return draft
+
+    def begin(self, loaded: Loaded, asked: Draft, request: CallRequest, *, follow: bool) -> RunningAsk:
+        """Send a drafted request to the sampler; `follow` keeps the replies' text up to date while they come in.
+
+        Raises:
+            BadRequestError: what it asks of the reply can't be served.
+            EpisodeLostError: the episode is ending.
+        """
+        if self.ending is not None:
+            raise EpisodeLostError(f"episode {self.episode_id!r} has ended", code="episode_ended")
         grammar = _grammar(loaded, request, asked)
-        num_prompt, limit = len(asked.prompt_ids), loaded.policy.max_context
-        room = limit - num_prompt
-        if room < 1:
-            raise ContextLengthError(
-                f"prompt is too long: it has {num_prompt} tokens, prompt and reply together may have {limit}",
-                "shorten the messages, or end the episode as truncated",
-                param="messages" if request.raw_prompt is None else "prompt",
-            )
+        room = loaded.policy.max_context - len(asked.prompt_ids)
         scripts = self._scripts(loaded, request)
         # Nothing refuses it from here on. A refused request is no call of its agent.
         drafts = self.tracker.number(asked, request.num_choices)
@@ -214,13 +225,6 @@ class LiveEpisode:
             raise NotFoundError(
                 f"agent {agent!r} is not in this episode", f"its claim named {', '.join(self.agents)}", code="agent"
             )
-
-    def _draft(self, loaded: Loaded, agent: str, request: CallRequest) -> Draft:
-        prompt = request.raw_prompt
-        if prompt is None:
-            return self.tracker.draft(agent, request.messages, request.tools)
-        ids = loaded.codec.encode_text(prompt) if isinstance(prompt, str) else prompt
-        return self.tracker.draft_ids(agent, ids)
 
     def _scripts(self, loaded: Loaded, request: CallRequest) -> Sequence[tuple[int, ...] | None]:
         """What each choice plays; None where the sampler samples.

@@ -11,7 +11,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from swarm_engine.errors import (
@@ -31,14 +31,18 @@ from swarm_engine.server.dialects.writing import encode, openai_error
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import LiveEpisode, RunningAsk, RunningCall
 from swarm_engine.tracker.messages import load_json
+from swarm_engine.tracker.tracker import Draft
 from swarm_engine.types import DEFAULT_AGENT
 
+Read = TypeVar("Read")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PREFIX = "/e/"
 MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_INLINE_BYTES = 32 * 1024
+"""A longer body is read on another thread; with a slow tokenizer one of this length takes 50 ms."""
 MAX_AGENT_CHARS = 200
 JSON_HEADERS = [(b"content-type", b"application/json")]
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -96,10 +100,15 @@ class InferenceApp:
                     return
                 # The episode may have ended while the body came in.
                 episode = self._authorize(target, scope["headers"])
-                if dialect := DIALECTS.get(route):
-                    await self._ask(dialect.parse(read_json(body), episode), episode, target, receive, send)
+                episode.touch()
+                if route == COUNT:
+                    counted = await self._at_leisure(body, lambda: self._count(body, episode, target), target, scope)
+                    await send_json(send, 200, {"input_tokens": counted})
                 else:
-                    await self._count(read_json(body), episode, target, send)
+                    request, draft = await self._at_leisure(
+                        body, lambda: self._draft(body, episode, target), target, scope
+                    )
+                    await self._ask(request, draft, episode, receive, send)
             elif route == MODELS or route.startswith(MODELS + "/"):
                 check_method(method, "GET", route)
                 await send_json(send, 200, self._models(route, error_body is messages.error_body))
@@ -134,15 +143,31 @@ class InferenceApp:
             return model
         return models.anthropic_list([model]) if is_anthropic else models.openai_list([model])
 
-    async def _count(self, raw: Mapping[str, Any], episode: LiveEpisode, target: Target, send: Send) -> None:
-        model, asked, tools = messages.parse_count(raw)
+    async def _at_leisure(self, body: bytes, read: Callable[[], Read], target: Target, scope: Scope) -> Read:
+        """Read a body: a short one at once, a long one on a thread, so that others are answered meanwhile.
+
+        Raises:
+            EpisodeLostError: its episode was gone when it was read.
+            SwarmEngineError: what `read` raises.
+        """
+        if len(body) <= MAX_INLINE_BYTES:
+            return read()
+        found = await asyncio.to_thread(read)
+        self._authorize(target, scope["headers"])
+        return found
+
+    def _count(self, body: bytes, episode: LiveEpisode, target: Target) -> int:
+        model, asked, tools = messages.parse_count(read_json(body))
         agent = choose_agent(target.agent, model)
         episode.check_agent(agent)
-        await send_json(send, 200, {"input_tokens": len(episode.tracker.draft(agent, asked, tools).prompt_ids)})
+        return len(episode.tracker.draft(agent, asked, tools).prompt_ids)
 
-    async def _ask(self, request: Request, episode: LiveEpisode, target: Target, receive: Receive, send: Send) -> None:
-        agent = choose_agent(target.agent, request.model)
-        ask = episode.begin(self._engine.loaded, agent, request.call, follow=request.is_stream)
+    def _draft(self, body: bytes, episode: LiveEpisode, target: Target) -> tuple[Request, Draft]:
+        request = DIALECTS[target.route].parse(read_json(body), episode)
+        return request, episode.draft(self._engine.loaded, choose_agent(target.agent, request.model), request.call)
+
+    async def _ask(self, request: Request, draft: Draft, episode: LiveEpisode, receive: Receive, send: Send) -> None:
+        ask = episode.begin(self._engine.loaded, draft, request.call, follow=request.is_stream)
         gone = asyncio.create_task(wait_until_gone(receive))
         gone.add_done_callback(lambda _: ask.has_news.set())
         try:

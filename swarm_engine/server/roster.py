@@ -228,7 +228,11 @@ class Roster:
             started_at=now,
             deadline=now + loaded.config.episode_timeout_s,
             tracker=EpisodeTracker(
-                episode_id, loaded.policy.name, loaded.codec, loaded.config.policies[loaded.policy.name].history
+                episode_id,
+                loaded.policy.name,
+                loaded.codec,
+                loaded.config.policies[loaded.policy.name].history,
+                loaded.policy.max_context,
             ),
             script=None if request.script is None else deque(request.script),
         )

@@ -1155,7 +1155,7 @@ def test_a_model_of_channels_can_not_be_told_not_to_reason(played: Served, route
         loaded: Any = SimpleNamespace(codec=CODECS["harmony"])
         request = DIALECTS[route].parse({**BODIES[route], **change}, live)
         with pytest.raises(UnsupportedError, match="forbids the model to reason"):
-            live.begin(loaded, "main", request.call, follow=False)
+            live.draft(loaded, "main", request.call)
 
 
 REFUSED_BY_MESSAGES: list[tuple[dict[str, Any], str]] = [
