@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarm_engine.config import SamplerBackend
@@ -129,8 +129,13 @@ class LiveEpisode:
 
     @property
     def num_running(self) -> int:
-        """Calls that are being sampled."""
+        """Calls that are being answered."""
         return sum(not call.is_over for ask in self.asks for call in ask.calls)
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether replies are being sampled; one that is only waiting to be read does not count."""
+        return any(not ask.is_done for ask in self.asks)
 
     def close_calls(self) -> None:
         """Cancel every request that is still being answered; it is recorded and never trained."""
@@ -336,8 +341,13 @@ class RunningCall:
                 link.cancel(generation.request_id)
             has_news.set()
 
-        generation = link.generate(question, on_tokens if question.is_streamed else None)
-        generation.done.add_done_callback(lambda _: has_news.set())
+        def on_end(_: object) -> None:
+            # From here on it is the caller's turn.
+            episode.touch()
+            has_news.set()
+
+        generation = link.generate(question, on_tokens)
+        generation.done.add_done_callback(on_end)
         return RunningCall(episode, link, request, choice, draft, question, reply, generation)
 
     @property
@@ -368,8 +378,6 @@ class RunningCall:
         if self.is_over:
             return
         generation, reply = self.generation, self.reply
-        if reply.num_tokens == 0:
-            reply.push(generation.token_ids)
         if reply.stopped_by is not None:
             generation.cut(reply.num_tokens)
         reply.finish()
@@ -430,6 +438,8 @@ class RunningAsk:
     calls: tuple[RunningCall, ...]
     has_news: asyncio.Event
     """Set when tokens come in or a call ends; the one who waits clears it."""
+    on_cancel: Callable[[], None] = lambda: None
+    """Called when it is cancelled."""
 
     @property
     def call_id(self) -> str:
@@ -472,3 +482,4 @@ class RunningAsk:
         self.episode.asks.remove(self)
         for call in self.calls:
             call.cancel()
+        self.on_cancel()

@@ -25,6 +25,7 @@ from swarm_engine.errors import (
     UnauthorizedError,
 )
 from swarm_engine.server.auth import bearer
+from swarm_engine.server.connection import EXTENSION
 from swarm_engine.server.dialects import DIALECTS, messages, models
 from swarm_engine.server.dialects.protocol import Request
 from swarm_engine.server.dialects.writing import encode, openai_error
@@ -44,6 +45,10 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_INLINE_BYTES = 32 * 1024
 """A longer body is read on another thread; with a slow tokenizer one of this length takes 50 ms."""
 MAX_AGENT_CHARS = 200
+MAX_UNREAD_BYTES = 64 * 1024
+"""More than this goes out before the end of a stream, so that the end is held back where nobody reads."""
+HANG_UP_AFTER_S = 1.0
+"""A caller whose request was cancelled has this long to read the error."""
 JSON_HEADERS = [(b"content-type", b"application/json")]
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 MODELS = "models"
@@ -108,7 +113,8 @@ class InferenceApp:
                     request, draft = await self._at_leisure(
                         body, lambda: self._draft(body, episode, target), target, scope
                     )
-                    await self._ask(request, draft, episode, receive, send)
+                    hang_up = scope["extensions"][EXTENSION]["hang_up"]
+                    await self._ask(request, draft, episode, receive, send, hang_up)
             elif route == MODELS or route.startswith(MODELS + "/"):
                 check_method(method, "GET", route)
                 await send_json(send, 200, self._models(route, error_body is messages.error_body))
@@ -166,10 +172,21 @@ class InferenceApp:
         request = DIALECTS[target.route].parse(read_json(body), episode)
         return request, episode.draft(self._engine.loaded, choose_agent(target.agent, request.model), request.call)
 
-    async def _ask(self, request: Request, draft: Draft, episode: LiveEpisode, receive: Receive, send: Send) -> None:
+    async def _ask(
+        self,
+        request: Request,
+        draft: Draft,
+        episode: LiveEpisode,
+        receive: Receive,
+        send: Send,
+        hang_up: Callable[[], None],
+    ) -> None:
         ask = episode.begin(self._engine.loaded, draft, request.call, follow=request.is_stream)
         gone = asyncio.create_task(wait_until_gone(receive))
         gone.add_done_callback(lambda _: ask.has_news.set())
+        patience: list[asyncio.TimerHandle] = []
+        loop = asyncio.get_running_loop()
+        ask.on_cancel = lambda: patience.append(loop.call_later(HANG_UP_AFTER_S, hang_up))
         try:
             if request.is_stream:
                 await self._stream(ask, request, gone, send)
@@ -179,6 +196,8 @@ class InferenceApp:
             gone.cancel()
             # What is not settled here was an error or a caller that went away.
             ask.cancel()
+            for timer in patience:
+                timer.cancel()
 
     async def _reply(self, ask: RunningAsk, request: Request, gone: asyncio.Task[None], send: Send) -> None:
         while not ask.is_done and not gone.done():
@@ -215,8 +234,11 @@ class InferenceApp:
                         self._conclude(call)
                     pending += writer.more(call, call.news())
                     if is_last:
-                        pending += writer.finish(call)
                         left.remove(call)
+                        if not left and len(pending) > MAX_UNREAD_BYTES:
+                            await send_bytes(send, pending)
+                            pending = b""
+                        pending += writer.finish(call)
                 if not left:
                     break
                 if pending:
@@ -226,6 +248,12 @@ class InferenceApp:
                 if gone.done():
                     return
             pending += writer.end()
+            # Waits where the caller does not read: what it never takes is not trained.
+            await send_bytes(send, b"")
+            if gone.done():
+                return
+            for call in ask.calls:
+                self._check_open(call)
             # Before it is sent: a caller may end its episode as soon as it has read this.
             ask.settle()
         except SwarmEngineError as error:
@@ -244,6 +272,20 @@ class InferenceApp:
             EpisodeLostError: its episode ended while it ran.
             SwarmEngineError: the sampler could not serve it.
         """
+        self._check_open(call)
+        try:
+            reason = call.generation.done.result()
+        except SwarmEngineError:
+            call.fail()
+            raise
+        call.finish(reason)
+
+    def _check_open(self, call: RunningCall) -> None:
+        """See that a call has not been ended by something else.
+
+        Raises:
+            EpisodeLostError: its episode ended while it ran.
+        """
         episode = call.episode
         if call.is_closed and episode.ending is None:
             raise self._engine.roster.gone(episode.episode_id)
@@ -253,12 +295,6 @@ class InferenceApp:
                 "end an episode after its calls",
                 code="episode_ended",
             )
-        try:
-            reason = call.generation.done.result()
-        except SwarmEngineError:
-            call.fail()
-            raise
-        call.finish(reason)
 
 
 def raw_path(scope: Scope) -> str:

@@ -318,11 +318,11 @@ class Roster:
         now = time.monotonic()
         if now >= episode.deadline:
             self._lose(episode, "timeout")
-        elif now >= episode.lease_until and not episode.asks:
+        elif now >= episode.lease_until and not episode.is_sampling:
             self._lose(episode, "lease_expired")
         else:
             if now >= episode.lease_until:
-                # The model is still answering it; that is not the client's silence.
+                # The model is still at work for it; that is not the client's silence.
                 episode.touch()
             self._arm(episode)
             return

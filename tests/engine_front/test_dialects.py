@@ -1282,7 +1282,7 @@ def prepare(front: Front, route: str, content: bytes, live: LiveEpisode) -> None
     request = DIALECTS[route].parse(raw, live)
     choose_agent(None, request.model)
     loaded = front.engine.loaded
-    _grammar(loaded, request.call, live._draft(loaded, "main", request.call))
+    _grammar(loaded, request.call, live.draft(loaded, "main", request.call))
     live._seed(0, live.tracker.draft_ids("main", [97]), request.call.seed, 0)
     encode(getattr(request, "echoed", {}))
 
