@@ -81,6 +81,13 @@ class ContextLengthError(BadRequestError):
 
     code = "context_length_exceeded"
 
+    def __init__(self, count: str, limit: int, param: str) -> None:
+        super().__init__(
+            f"prompt is too long: it has {count} tokens, prompt and reply together may have {limit}",
+            "shorten the messages, or end the episode as truncated",
+            param=param,
+        )
+
 
 class UnauthorizedError(SwarmEngineError):
     """No key, or a wrong one."""

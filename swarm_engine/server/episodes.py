@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarm_engine.config import SamplerBackend
@@ -129,8 +129,13 @@ class LiveEpisode:
 
     @property
     def num_running(self) -> int:
-        """Calls that are being sampled."""
+        """Calls that are being answered."""
         return sum(not call.is_over for ask in self.asks for call in ask.calls)
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether replies are being sampled; one that is only waiting to be read does not count."""
+        return any(not ask.is_done for ask in self.asks)
 
     def close_calls(self) -> None:
         """Cancel every request that is still being answered; it is recorded and never trained."""
@@ -154,16 +159,13 @@ class LiveEpisode:
         )
         return EpisodeRecord(episode, self.tracker.notes())
 
-    def begin(self, loaded: Loaded, agent: str, request: CallRequest, *, follow: bool) -> RunningAsk:
-        """Send a request to the sampler; `follow` keeps the replies' text up to date while they come in.
+    def draft(self, loaded: Loaded, agent: str, request: CallRequest) -> Draft:
+        """Turn a request into a prompt that leaves room for a reply; like the tracker's, on any thread.
 
         Raises:
-            BadRequestError: the prompt or a limit can't be served.
+            BadRequestError: the prompt can't be served.
             NotFoundError: the claim named its agents, and this is none of them.
-            EpisodeLostError: the episode is ending.
         """
-        if self.ending is not None:
-            raise EpisodeLostError(f"episode {self.episode_id!r} has ended", code="episode_ended")
         self.check_agent(agent)
         form = loaded.codec.format
         if request.unthinking is not None and form is not None and form.has_reasoning:
@@ -172,16 +174,30 @@ class LiveEpisode:
                 "leave it out",
                 param=request.unthinking,
             )
-        asked = self._draft(loaded, agent, request)
+        prompt, limit = request.raw_prompt, loaded.policy.max_context
+        if prompt is None:
+            draft = self.tracker.draft(agent, request.messages, request.tools)
+        elif isinstance(prompt, str):
+            loaded.codec.check_length(prompt, limit, "prompt")
+            draft = self.tracker.draft_ids(agent, loaded.codec.encode_text(prompt))
+        else:
+            draft = self.tracker.draft_ids(agent, prompt)
+        if len(draft.prompt_ids) >= limit:
+            param = "messages" if prompt is None else "prompt"
+            raise ContextLengthError(str(len(draft.prompt_ids)), limit, param)
+        return draft
+
+    def begin(self, loaded: Loaded, asked: Draft, request: CallRequest, *, follow: bool) -> RunningAsk:
+        """Send a drafted request to the sampler; `follow` keeps the replies' text up to date while they come in.
+
+        Raises:
+            BadRequestError: what it asks of the reply can't be served.
+            EpisodeLostError: the episode is ending.
+        """
+        if self.ending is not None:
+            raise EpisodeLostError(f"episode {self.episode_id!r} has ended", code="episode_ended")
         grammar = _grammar(loaded, request, asked)
-        num_prompt, limit = len(asked.prompt_ids), loaded.policy.max_context
-        room = limit - num_prompt
-        if room < 1:
-            raise ContextLengthError(
-                f"prompt is too long: it has {num_prompt} tokens, prompt and reply together may have {limit}",
-                "shorten the messages, or end the episode as truncated",
-                param="messages" if request.raw_prompt is None else "prompt",
-            )
+        room = loaded.policy.max_context - len(asked.prompt_ids)
         scripts = self._scripts(loaded, request)
         # Nothing refuses it from here on. A refused request is no call of its agent.
         drafts = self.tracker.number(asked, request.num_choices)
@@ -214,13 +230,6 @@ class LiveEpisode:
             raise NotFoundError(
                 f"agent {agent!r} is not in this episode", f"its claim named {', '.join(self.agents)}", code="agent"
             )
-
-    def _draft(self, loaded: Loaded, agent: str, request: CallRequest) -> Draft:
-        prompt = request.raw_prompt
-        if prompt is None:
-            return self.tracker.draft(agent, request.messages, request.tools)
-        ids = loaded.codec.encode_text(prompt) if isinstance(prompt, str) else prompt
-        return self.tracker.draft_ids(agent, ids)
 
     def _scripts(self, loaded: Loaded, request: CallRequest) -> Sequence[tuple[int, ...] | None]:
         """What each choice plays; None where the sampler samples.
@@ -328,12 +337,17 @@ class RunningCall:
 
         def on_tokens(generation: Generation, token_ids: Sequence[int]) -> None:
             reply.push(token_ids)
-            if reply.is_stopped:
+            if reply.stopped_by is not None:
                 link.cancel(generation.request_id)
             has_news.set()
 
-        generation = link.generate(question, on_tokens if question.is_streamed else None)
-        generation.done.add_done_callback(lambda _: has_news.set())
+        def on_end(_: object) -> None:
+            # From here on it is the caller's turn.
+            episode.touch()
+            has_news.set()
+
+        generation = link.generate(question, on_tokens)
+        generation.done.add_done_callback(on_end)
         return RunningCall(episode, link, request, choice, draft, question, reply, generation)
 
     @property
@@ -347,14 +361,6 @@ class RunningCall:
         answer = self.reply.answer
         return replace(answer, tool_calls=answer.tool_calls[:1]) if self.request.is_single_call else answer
 
-    @property
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the reply; None where none did."""
-        if not self.reply.is_stopped:
-            return None
-        text = self.reply.codec.decode(self.generation.token_ids)
-        return min((stop for stop in self.request.stop if stop in text), key=text.index, default=None)
-
     def news(self) -> News:
         """What came since the last look. Joined, the pieces are the answer."""
         placed = self.reply.take_placed()
@@ -366,15 +372,13 @@ class RunningCall:
     def finish(self, reason: FinishReason) -> None:
         """Record the complete reply, once."""
         # Where a stop string came, the sampler was told to cancel the rest.
-        self._record(FinishReason.STOP if self.reply.is_stopped else reason)
+        self._record(reason if self.reply.stopped_by is None else FinishReason.STOP)
 
     def _record(self, reason: FinishReason) -> None:
         if self.is_over:
             return
         generation, reply = self.generation, self.reply
-        if reply.num_tokens == 0:
-            reply.push(generation.token_ids)
-        if reply.is_stopped:
+        if reply.stopped_by is not None:
             generation.cut(reply.num_tokens)
         reply.finish()
         self.finish_reason = reason
@@ -434,6 +438,8 @@ class RunningAsk:
     calls: tuple[RunningCall, ...]
     has_news: asyncio.Event
     """Set when tokens come in or a call ends; the one who waits clears it."""
+    on_cancel: Callable[[], None] = lambda: None
+    """Called when it is cancelled."""
 
     @property
     def call_id(self) -> str:
@@ -476,3 +482,4 @@ class RunningAsk:
         self.episode.asks.remove(self)
         for call in self.calls:
             call.cancel()
+        self.on_cancel()

@@ -11,7 +11,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from swarm_engine.errors import (
@@ -25,21 +25,32 @@ from swarm_engine.errors import (
     UnauthorizedError,
 )
 from swarm_engine.server.auth import bearer
+from swarm_engine.server.connection import EXTENSION
 from swarm_engine.server.dialects import DIALECTS, messages, models
 from swarm_engine.server.dialects.protocol import Request
 from swarm_engine.server.dialects.writing import encode, openai_error
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import LiveEpisode, RunningAsk, RunningCall
 from swarm_engine.tracker.messages import load_json
+from swarm_engine.tracker.tracker import Draft
 from swarm_engine.types import DEFAULT_AGENT
 
+Read = TypeVar("Read")
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PREFIX = "/e/"
 MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_INLINE_BYTES = 32 * 1024
+"""A longer body is read on another thread; with a slow tokenizer one of this length takes 50 ms."""
 MAX_AGENT_CHARS = 200
+LOOK_S = 0.001
+"""Long enough for the loop to look at every connection; paid once a stream."""
+MAX_UNREAD_BYTES = 64 * 1024
+"""More than this goes out before the end of a stream, so that the end is held back where nobody reads."""
+HANG_UP_AFTER_S = 1.0
+"""A caller whose request was cancelled has this long to read the error."""
 JSON_HEADERS = [(b"content-type", b"application/json")]
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 MODELS = "models"
@@ -96,10 +107,16 @@ class InferenceApp:
                     return
                 # The episode may have ended while the body came in.
                 episode = self._authorize(target, scope["headers"])
-                if dialect := DIALECTS.get(route):
-                    await self._ask(dialect.parse(read_json(body), episode), episode, target, receive, send)
+                episode.touch()
+                if route == COUNT:
+                    counted = await self._at_leisure(body, lambda: self._count(body, episode, target), target, scope)
+                    await send_json(send, 200, {"input_tokens": counted})
                 else:
-                    await self._count(read_json(body), episode, target, send)
+                    request, draft = await self._at_leisure(
+                        body, lambda: self._draft(body, episode, target), target, scope
+                    )
+                    hang_up = scope["extensions"][EXTENSION]["hang_up"]
+                    await self._ask(request, draft, episode, receive, send, hang_up)
             elif route == MODELS or route.startswith(MODELS + "/"):
                 check_method(method, "GET", route)
                 await send_json(send, 200, self._models(route, error_body is messages.error_body))
@@ -134,17 +151,44 @@ class InferenceApp:
             return model
         return models.anthropic_list([model]) if is_anthropic else models.openai_list([model])
 
-    async def _count(self, raw: Mapping[str, Any], episode: LiveEpisode, target: Target, send: Send) -> None:
-        model, asked, tools = messages.parse_count(raw)
+    async def _at_leisure(self, body: bytes, read: Callable[[], Read], target: Target, scope: Scope) -> Read:
+        """Read a body: a short one at once, a long one on a thread, so that others are answered meanwhile.
+
+        Raises:
+            EpisodeLostError: its episode was gone when it was read.
+            SwarmEngineError: what `read` raises.
+        """
+        if len(body) <= MAX_INLINE_BYTES:
+            return read()
+        found = await asyncio.to_thread(read)
+        self._authorize(target, scope["headers"])
+        return found
+
+    def _count(self, body: bytes, episode: LiveEpisode, target: Target) -> int:
+        model, asked, tools = messages.parse_count(read_json(body))
         agent = choose_agent(target.agent, model)
         episode.check_agent(agent)
-        await send_json(send, 200, {"input_tokens": len(episode.tracker.draft(agent, asked, tools).prompt_ids)})
+        return len(episode.tracker.draft(agent, asked, tools).prompt_ids)
 
-    async def _ask(self, request: Request, episode: LiveEpisode, target: Target, receive: Receive, send: Send) -> None:
-        agent = choose_agent(target.agent, request.model)
-        ask = episode.begin(self._engine.loaded, agent, request.call, follow=request.is_stream)
+    def _draft(self, body: bytes, episode: LiveEpisode, target: Target) -> tuple[Request, Draft]:
+        request = DIALECTS[target.route].parse(read_json(body), episode)
+        return request, episode.draft(self._engine.loaded, choose_agent(target.agent, request.model), request.call)
+
+    async def _ask(
+        self,
+        request: Request,
+        draft: Draft,
+        episode: LiveEpisode,
+        receive: Receive,
+        send: Send,
+        hang_up: Callable[[], None],
+    ) -> None:
+        ask = episode.begin(self._engine.loaded, draft, request.call, follow=request.is_stream)
         gone = asyncio.create_task(wait_until_gone(receive))
         gone.add_done_callback(lambda _: ask.has_news.set())
+        patience: list[asyncio.TimerHandle] = []
+        loop = asyncio.get_running_loop()
+        ask.on_cancel = lambda: patience.append(loop.call_later(HANG_UP_AFTER_S, hang_up))
         try:
             if request.is_stream:
                 await self._stream(ask, request, gone, send)
@@ -154,6 +198,8 @@ class InferenceApp:
             gone.cancel()
             # What is not settled here was an error or a caller that went away.
             ask.cancel()
+            for timer in patience:
+                timer.cancel()
 
     async def _reply(self, ask: RunningAsk, request: Request, gone: asyncio.Task[None], send: Send) -> None:
         while not ask.is_done and not gone.done():
@@ -190,8 +236,11 @@ class InferenceApp:
                         self._conclude(call)
                     pending += writer.more(call, call.news())
                     if is_last:
-                        pending += writer.finish(call)
                         left.remove(call)
+                        if not left and len(pending) > MAX_UNREAD_BYTES:
+                            await send_bytes(send, pending)
+                            pending = b""
+                        pending += writer.finish(call)
                 if not left:
                     break
                 if pending:
@@ -201,6 +250,14 @@ class InferenceApp:
                 if gone.done():
                     return
             pending += writer.end()
+            # Waits where the caller does not read: what it never takes is not trained.
+            await send_bytes(send, b"")
+            # Whoever left while all that was written is heard of only when the loop looks at its connections again.
+            await asyncio.sleep(LOOK_S)
+            if gone.done():
+                return
+            for call in ask.calls:
+                self._check_open(call)
             # Before it is sent: a caller may end its episode as soon as it has read this.
             ask.settle()
         except SwarmEngineError as error:
@@ -219,6 +276,20 @@ class InferenceApp:
             EpisodeLostError: its episode ended while it ran.
             SwarmEngineError: the sampler could not serve it.
         """
+        self._check_open(call)
+        try:
+            reason = call.generation.done.result()
+        except SwarmEngineError:
+            call.fail()
+            raise
+        call.finish(reason)
+
+    def _check_open(self, call: RunningCall) -> None:
+        """See that a call has not been ended by something else.
+
+        Raises:
+            EpisodeLostError: its episode ended while it ran.
+        """
         episode = call.episode
         if call.is_closed and episode.ending is None:
             raise self._engine.roster.gone(episode.episode_id)
@@ -228,12 +299,6 @@ class InferenceApp:
                 "end an episode after its calls",
                 code="episode_ended",
             )
-        try:
-            reason = call.generation.done.result()
-        except SwarmEngineError:
-            call.fail()
-            raise
-        call.finish(reason)
 
 
 def raw_path(scope: Scope) -> str:

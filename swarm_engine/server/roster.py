@@ -228,7 +228,11 @@ class Roster:
             started_at=now,
             deadline=now + loaded.config.episode_timeout_s,
             tracker=EpisodeTracker(
-                episode_id, loaded.policy.name, loaded.codec, loaded.config.policies[loaded.policy.name].history
+                episode_id,
+                loaded.policy.name,
+                loaded.codec,
+                loaded.config.policies[loaded.policy.name].history,
+                loaded.policy.max_context,
             ),
             script=None if request.script is None else deque(request.script),
         )
@@ -314,11 +318,11 @@ class Roster:
         now = time.monotonic()
         if now >= episode.deadline:
             self._lose(episode, "timeout")
-        elif now >= episode.lease_until and not episode.asks:
+        elif now >= episode.lease_until and not episode.is_sampling:
             self._lose(episode, "lease_expired")
         else:
             if now >= episode.lease_until:
-                # The model is still answering it; that is not the client's silence.
+                # The model is still at work for it; that is not the client's silence.
                 episode.touch()
             self._arm(episode)
             return

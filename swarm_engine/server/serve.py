@@ -21,10 +21,13 @@ from swarm_engine.config import EngineConfig
 from swarm_engine.errors import RunDirError
 from swarm_engine.server.app import FrontApp
 from swarm_engine.server.auth import HostCheck, Tokens
+from swarm_engine.server.connection import Connection
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.worker_link import WORKER_COMMAND
 
 BACKLOG = 2048
+GRACE_S = 3.0
+"""Replies that are on their way when the server ends have this long; then it hangs up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ async def listening(options: ServeOptions) -> AsyncIterator[Front]:
         server = _Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_level="warning",
@@ -164,7 +167,7 @@ async def listening(options: ServeOptions) -> AsyncIterator[Front]:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=120,
-                timeout_graceful_shutdown=3,
+                timeout_graceful_shutdown=int(2 * GRACE_S),
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -177,6 +180,11 @@ async def listening(options: ServeOptions) -> AsyncIterator[Front]:
         finally:
             await engine.close(front.ends_because)
             server.should_exit = True
+            await asyncio.wait({serving}, timeout=GRACE_S)
+            for connection in server.server_state.connections.copy():
+                # Not left to uvicorn, which cancels the requests and writes a traceback for each.
+                if isinstance(connection, Connection):
+                    connection.hang_up()
             await serving
     finally:
         server_file.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from typing import TypeVar, assert_never, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm_engine.errors import BadRequestError, WorkerDiedError
+from swarm_engine.errors import BadRequestError, InternalError, WorkerDiedError
 from swarm_engine.protocol import (
     Boot,
     Booted,
@@ -50,6 +51,8 @@ STOP_TIMEOUT_S = 10.0
 Question = Boot | Generate | Cancel | Update | Save | Export | Stop
 Answer = TypeVar("Answer", Booted, Updated, Saved)
 
+log = logging.getLogger(__name__)
+
 _adapters: dict[type, TypeAdapter[Question]] = {
     kind: TypeAdapter(kind) for kind in (Boot, Generate, Cancel, Update, Save, Export, Stop)
 }
@@ -58,7 +61,7 @@ _adapters: dict[type, TypeAdapter[Question]] = {
 class Generation:
     """One reply while it is sampled."""
 
-    def __init__(self, request_id: str, on_tokens: Callable[[Generation, Sequence[int]], None] | None) -> None:
+    def __init__(self, request_id: str, on_tokens: Callable[[Generation, Sequence[int]], None]) -> None:
         self.request_id = request_id
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -75,11 +78,10 @@ class Generation:
         self.logprobs.extend(sampled.logprobs)
         self.policy_versions.extend([sampled.policy_version] * len(sampled.token_ids))
         self.top.extend(sampled.top or ())
-        if self._on_tokens is not None:
-            self._on_tokens(self, sampled.token_ids)
+        self._on_tokens(self, sampled.token_ids)
 
     def cut(self, num_tokens: int) -> None:
-        """Forget tokens past a stop string; they were sampled while the order to stop was on its way."""
+        """Forget the tokens past these: behind a stop string, before the sampler had the order, or not to be read."""
         for values in (self.token_ids, self.logprobs, self.policy_versions, self.top):
             del values[num_tokens:]
 
@@ -200,9 +202,7 @@ class WorkerLink(asyncio.Protocol):
 
     # Asking
 
-    def generate(
-        self, question: Generate, on_tokens: Callable[[Generation, Sequence[int]], None] | None = None
-    ) -> Generation:
+    def generate(self, question: Generate, on_tokens: Callable[[Generation, Sequence[int]], None]) -> Generation:
         """Ask for a reply; `on_tokens` is called with every new stretch of it."""
         generation = Generation(question.request_id, on_tokens)
         self._generations[question.request_id] = generation
@@ -279,7 +279,7 @@ class WorkerLink(asyncio.Protocol):
         match answer:
             case Sampled():
                 if generation := self._generations.get(answer.request_id):
-                    generation.add(answer)
+                    self._add(generation, answer)
             case Finished():
                 if generation := self._generations.pop(answer.request_id, None):
                     generation.finish(answer.finish_reason)
@@ -298,6 +298,17 @@ class WorkerLink(asyncio.Protocol):
                 self._on_death(answer.reason)
             case _:
                 assert_never(answer)
+
+    def _add(self, generation: Generation, sampled: Sampled) -> None:
+        num_read = len(generation.token_ids)
+        try:
+            generation.add(sampled)
+        except Exception:
+            # A reply that can't be read must not end the line, and every episode with it.
+            log.exception("the reply to call %s could not be read", generation.request_id)
+            generation.cut(num_read)
+            generation.fail(InternalError())
+            self.cancel(generation.request_id)
 
     def _fail_all(self, reason: str) -> None:
         error = WorkerDiedError(reason, "start the engine again; completed episodes are in the journal")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from swarm_engine.errors import BadRequestError, TokenizerError, UnsupportedError
+from swarm_engine.errors import BadRequestError, ContextLengthError, TokenizerError, UnsupportedError
 from swarm_engine.tracker.forcing import forced_call, formed_answer
 from swarm_engine.tracker.formats import ANY, Reasoning, beyond, find_format, tag_pattern
 from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message, Tool
@@ -49,6 +50,8 @@ PROBE: tuple[Message, ...] = (
 MAX_CACHED_PIECE = 2000
 """Characters; longer pieces of text rarely come twice."""
 
+SHRINKING = (" " * 64, "\n\t " * 24, "e\u0301" * 24, "\u1112\u1161\u11ab" * 24)
+"""Text that some tokenizers make shorter before they encode it."""
 
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 """The ids that some templates insist on."""
@@ -169,7 +172,8 @@ class ChatCodec:
             )
         self._to_bytes = _byte_reader(parsed)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
-        self._encode_piece = lru_cache(maxsize=16384)(self._encode_plain)
+        self._encode_piece = lru_cache(maxsize=16384)(self.encode_text)
+        self._max_token_bytes = self._longest_token()
         added = [content for content in self._added if len(content) > 1]
         ends = [self._added_text[one] for one in end_ids if one in self._added_text]
         self._tag = tag_pattern(added)
@@ -225,14 +229,14 @@ class ChatCodec:
             TokenizerError: it doesn't.
         """
         for content, token in self._added.items():
-            if token["id"] in self._encode_plain(content):
+            if token["id"] in self.encode_text(content):
                 raise TokenizerError(
                     f"the tokenizer makes the control token {content!r} from plain text, so a user could forge a turn",
                     "use a tokenizer whose control tokens are added tokens only",
                 )
         self.compare(self.render(PROBE))
         text = PROBE[0]["content"] + " ✓ é 😊"
-        if self.decode(self._encode_plain(text)).strip() != text:
+        if self.decode(self.encode_text(text)).strip() != text:
             raise TokenizerError(
                 "text does not survive encoding and decoding with this tokenizer", "use a byte-level tokenizer"
             )
@@ -431,14 +435,39 @@ class ChatCodec:
             piece = piece.rstrip()
         if piece:
             piece = piece.replace(BREAKER, "")
-            ids.extend(self._encode_piece(piece) if len(piece) <= MAX_CACHED_PIECE else self._encode_plain(piece))
+            ids.extend(self._encode_piece(piece) if len(piece) <= MAX_CACHED_PIECE else self.encode_text(piece))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of text in which nothing is a control token."""
-        return self._encode_plain(text)
+        if len(text) <= MAX_CACHED_PIECE:
+            return tuple(self._plain.encode(text, add_special_tokens=False).ids)
+        # Of the tokenizer's methods only those for batches let other threads run meanwhile.
+        (encoded,) = self._plain.encode_batch_fast([text], add_special_tokens=False)
+        return tuple(encoded.ids)
 
-    def _encode_plain(self, text: str) -> tuple[int, ...]:
-        return tuple(self._plain.encode(text, add_special_tokens=False).ids)
+    def check_length(self, text: str, max_tokens: int, param: str = "messages") -> None:
+        """See that a prompt may fit as far as its bytes tell, for a megabyte takes a second to encode.
+
+        Raises:
+            ContextLengthError: however it is encoded, it has as many tokens as there may be, or more.
+        """
+        if 4 * len(text) < max_tokens * self._max_token_bytes:
+            return
+        # White space beside a control token may be left out.
+        pieces = self._marker.split(text.replace(BREAKER, ""))
+        fewest = int(sum(len(piece.strip().encode()) for piece in pieces) / self._max_token_bytes)
+        if fewest >= max_tokens:
+            raise ContextLengthError(f"at least {fewest}", max_tokens, param)
+
+    def _longest_token(self) -> float:
+        """The most bytes of text that become one token."""
+        is_byte_level = self._to_bytes is not _fallback_bytes
+        longest = max(len(token) if is_byte_level else len(token.encode()) for token in self._plain.get_vocab())
+        shrinks = 1.0
+        for text in SHRINKING:
+            kept = sum(len(self._token_bytes(one)) for one in self.encode_text(text))
+            shrinks = max(shrinks, len(text.encode()) / kept if kept else math.inf)
+        return longest * shrinks
 
     # Ids to text
 

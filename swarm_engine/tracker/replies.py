@@ -101,9 +101,8 @@ MARK = "\ufdd2"
 OURS = re.compile("[\ufdd0-\ufdd3]")
 """Noncharacters that this package keeps for itself."""
 
-CHANNEL_TAGS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN) = (
-    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>",
-)  # fmt: skip
+CHANNEL_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+START, CHANNEL, MESSAGE, END = CHANNEL_TAGS[:4]
 
 
 class Markup:
@@ -222,8 +221,8 @@ class ReplyReader:
         self.codec = codec
         self.num_tokens = 0
         """Tokens read so far."""
-        self.is_stopped = False
-        """Whether a stop string came; the token that completed it is the last one read."""
+        self.stopped_by: str | None = None
+        """The stop string that came, the first one where several did; its last token is the last one read."""
         self._stop = tuple(stop)
         self._held_back = max(map(len, stop), default=1) - 1
         self._waiting: list[tuple[str, str]] = []
@@ -238,7 +237,7 @@ class ReplyReader:
 
     def push(self, token_ids: Sequence[int]) -> None:
         """Read tokens, up to the one that completes a stop string."""
-        if self.is_stopped:
+        if self.stopped_by is not None:
             return
         if not self._stop:
             self.num_tokens += len(token_ids)
@@ -248,12 +247,12 @@ class ReplyReader:
             self.num_tokens += 1
             self._waiting += self._decode([token_id])
             self._release()
-            if self.is_stopped:
+            if self.stopped_by is not None:
                 return
 
     def finish(self) -> None:
         """No token follows: a character that was cut short becomes U+FFFD."""
-        if not self.is_stopped:
+        if self.stopped_by is None:
             rest = _clean(self._decoder.decode(b"", final=True))
             self._waiting.append((rest, rest))
             self._parser.feed("".join(parsed for parsed, _ in self._waiting))
@@ -323,9 +322,11 @@ class ReplyReader:
     def _release(self) -> None:
         """Hand on what no stop string can reach back into, or all before the first one."""
         visible = "".join(seen for _, seen in self._waiting)
-        found = [at for at in map(visible.find, self._stop) if at >= 0]
-        self.is_stopped = bool(found)
-        room = min(found) if found else len(visible) - self._held_back
+        found = [(at, place) for place, stop in enumerate(self._stop) if (at := visible.find(stop)) >= 0]
+        room = len(visible) - self._held_back
+        if found:
+            room, first = min(found)
+            self.stopped_by = self._stop[first]
         released, kept = "", list[tuple[str, str]]()
         for parsed, seen in self._waiting:
             if not kept and len(seen) <= room:
@@ -336,7 +337,7 @@ class ReplyReader:
                 kept.append((seen[room:], seen[room:]))
             else:
                 kept.append((parsed, seen))
-        self._waiting = [] if self.is_stopped else kept
+        self._waiting = [] if found else kept
         self._parser.feed(released)
 
 
@@ -425,10 +426,10 @@ class _Parser:
             if markup.reasoning is not None:
                 yield from self._think(markup.reasoning, is_reasoning_open)
             if markup.calls is None or not self._tools:
-                yield from self._pour(self._tell, ())
+                yield from self._pour(self._add_plain_content, ())
             elif markup.calls.family is Family.BARE_JSON:
                 yield from self._bare(markup)
-                yield from self._pour(self._tell, ())
+                yield from self._pour(self._add_plain_content, ())
             else:
                 yield from self._content(markup, markup.calls)
         space, self._space = self._space, ""
@@ -485,7 +486,7 @@ class _Parser:
 
     # Saying what was read
 
-    def _tell(self, text: str) -> None:
+    def _add_plain_content(self, text: str) -> None:
         """More content, no call can follow."""
         text, self._space = self._space + self._markup.see(text), ""
         if self._is_after_block:
@@ -494,21 +495,21 @@ class _Parser:
             self._has_content, self._is_after_block = True, False
             self._emit(TextDelta(text))
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         """More content; white space at its end is markup if a call follows."""
         body = self._hold(text, not self._has_content and self._is_after_block)
         if body:
             self._has_content, self._is_after_block = True, False
             self._emit(TextDelta(body))
 
-    def _muse(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         """More reasoning."""
         body = self._hold(text, not self._has_reasoning)
         if body:
             self._has_reasoning = True
             self._emit(ReasoningDelta(body))
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         """More arguments of the newest call."""
         body = self._hold(text, not self._has_arguments)
         if body:
@@ -537,7 +538,7 @@ class _Parser:
             if not self._skip(tags.opens):
                 return
         self._is_after_block = True
-        yield from self._pour(self._muse, (tags.closes,))
+        yield from self._pour(self._add_reasoning, (tags.closes,))
         self._skip(tags.closes)
         self._space = ""
         self.reasoning.append((0, self._place))
@@ -547,7 +548,7 @@ class _Parser:
     def _content(self, markup: Markup, calls: CallSyntax) -> Steps:
         """Content with calls in it."""
         while True:
-            yield from self._pour(self._say, markup.openers)
+            yield from self._pour(self._add_content, markup.openers)
             if not self._text:
                 return
             if calls.family is Family.NAMED:
@@ -559,7 +560,7 @@ class _Parser:
             if not is_read:
                 opener = next(tag for tag in markup.openers if self._text.startswith(tag))
                 self._text = self._text[len(opener) :]
-                self._say(opener)
+                self._add_content(opener)
 
     def _tagged(self, markup: Markup) -> Tries:
         (opener,) = markup.openers
@@ -640,7 +641,7 @@ class _Parser:
             return False
         self._text = self._text[len(block) :]
         self._begin_call(name)
-        self._argue("{}" if arguments is None else arguments)
+        self._add_arguments("{}" if arguments is None else arguments)
         self._space = ""
         return True
 
@@ -653,7 +654,7 @@ class _Parser:
                 length = min(length, len(self._text) - _overlap(self._text, soft_end))
             end = scan.feed(self._text, stop=length)
             used = length if end is None else end
-            self._argue(self._text[:used])
+            self._add_arguments(self._text[:used])
             self._text = self._text[used:]
             if end is not None or at is not None or self._is_over:
                 self._space = ""
@@ -725,25 +726,25 @@ class _Parser:
                 header = "".join(parts)
                 if not self._skip(message):
                     if not is_started and MARK not in header and header.strip():
-                        self._say(header)
+                        self._add_content(header)
                     header = ""
             to = re.search(rf"to=([^\s{MARK}]+)", header)
             which = re.search(rf"{re.escape(channel)}\s*(\w+)", header)
             is_analysis = False
             if to is not None and self._tools:
                 self._begin_call(to[1].removeprefix("functions."))
-                yield from self._pour(self._argue, bounds)
+                yield from self._pour(self._add_arguments, bounds)
                 self._space = ""
             elif which is not None and which[1] == "analysis":
                 is_analysis = True
                 self._is_after_block = True
                 self._space = "\n" if self._has_reasoning else ""
-                yield from self._pour(self._muse, bounds)
+                yield from self._pour(self._add_reasoning, bounds)
                 self._space = ""
             else:
                 if header:
                     self._space = "\n" if self._has_content else ""
-                yield from self._pour(self._say, bounds)
+                yield from self._pour(self._add_content, bounds)
             for ender in enders:
                 self._skip(ender)
             if is_analysis:

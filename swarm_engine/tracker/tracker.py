@@ -92,12 +92,25 @@ class _Answered:
 class EpisodeTracker:
     """What one episode asked and got. Calls may overlap. No method waits; drafting renders and encodes a prompt."""
 
-    def __init__(self, episode_id: str, policy: str, codec: ChatCodec, history: History = History.RECORDED) -> None:
+    def __init__(
+        self,
+        episode_id: str,
+        policy: str,
+        codec: ChatCodec,
+        history: History = History.RECORDED,
+        max_context: int | None = None,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            max_context: tokens that a prompt and its reply may have; None where any number is taken.
+        """
         self._episode_id = episode_id
         self.policy = policy
         """Name of the policy it speaks through."""
         self._codec = codec
         self._history = history
+        self._max_context = max_context
         self._num_drafts = 0
         self._num_by_agent: dict[str, int] = {}
         self._answered: dict[str, _Answered] = {}
@@ -121,8 +134,11 @@ class EpisodeTracker:
     def draft(self, agent: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Draft:
         """Turn a request into prompt ids. It has no number yet, so it may still be refused and leave no trace.
 
+        It changes nothing here, so it may run on another thread while calls are numbered and finished.
+
         Raises:
             BadRequestError: the chat template refuses the messages, or has no place for a part of them.
+            ContextLengthError: the prompt is so long that it need not be encoded to know that it doesn't fit.
         """
         messages, tools = tuple(messages), tuple(tools)
         self._codec.check(messages, tools)
@@ -187,7 +203,7 @@ class EpisodeTracker:
             ask_id="",
             index=0,
             agent=agent,
-            prompt_ids=self._codec.encode(rendered),
+            prompt_ids=self._encode(rendered),
             rendered=rendered,
             protected=protected,
             protected_tools=protected_tools,
@@ -214,7 +230,7 @@ class EpisodeTracker:
         rendered = codec.render(protected, before.protected_tools)
         suffix = self._suffix(base, rendered, protected_later)
         if suffix is None:
-            prompt_ids = codec.encode(rendered)
+            prompt_ids = self._encode(rendered)
         else:
             prompt_ids = base.call.prompt_ids + base.call.completion_ids + suffix
         return replace(
@@ -253,7 +269,12 @@ class EpisodeTracker:
             shown = rendered[len(start) : len(rendered) - len(tail)]
             if content not in shown and json.dumps(content, ensure_ascii=False)[1:-1] not in shown:
                 return None
-        return codec.encode(codec.join(tail, answer, base.call.completion_ids))
+        return self._encode(codec.join(tail, answer, base.call.completion_ids))
+
+    def _encode(self, rendered: str) -> tuple[int, ...]:
+        if self._max_context is not None:
+            self._codec.check_length(rendered, self._max_context)
+        return self._codec.encode(rendered)
 
     def finish(
         self,

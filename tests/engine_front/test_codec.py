@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ from tiny_tokenizer import (
     write_tokenizer,
 )
 
-from swarm_engine.errors import BadRequestError, TokenizerError
+from swarm_engine.errors import BadRequestError, ContextLengthError, TokenizerError
 from swarm_engine.tracker.codec import ChatCodec, ChatTemplate
 from swarm_engine.tracker.messages import Message, parse_messages
 from swarm_engine.tracker.replies import ReplyReader, TextDelta
@@ -84,7 +85,7 @@ def test_whatever_users_write_turns_are_counted_by_the_template_alone(parts: lis
 @given(st.text(alphabet=st.characters(codec="utf-8")))
 def test_text_survives_encoding_and_decoding(text: str) -> None:
     text = text.replace("\ufdd0", "")
-    assert CODEC.show(CODEC._encode_plain(text)) == text
+    assert CODEC.show(CODEC.encode_text(text)) == text
 
 
 def test_every_token_has_its_own_bytes_even_where_a_character_needs_four() -> None:
@@ -121,7 +122,38 @@ def test_a_stop_string_cuts_the_text_and_keeps_the_token_that_completed_it() -> 
     """B085: stop `ab`, one token reads `abc`."""
     reply = ReplyReader(CODEC, "e-0", stop=["ab"])
     reply.push([*ids("x"), ABC, *ids("y")])
-    assert (reply.answer.content, reply.is_stopped, reply.num_tokens) == ("x", True, 2)
+    assert (reply.answer.content, reply.stopped_by, reply.num_tokens) == ("x", "ab", 2)
+
+
+@pytest.mark.parametrize("text", ["abc" * 40, "x" * 100, "  y " * 30 + "z", "😊" * 9 + "  "])
+def test_a_text_is_refused_unencoded_only_where_its_bytes_prove_that_it_is_too_long(text: str) -> None:
+    """The longest token has three bytes."""
+    num_tokens, num_bytes = len(CODEC.encode(text)), len(text.strip().encode())
+    CODEC.check_length(text, num_tokens + 1)
+    CODEC.check_length(text, num_bytes // 3 + 1)
+    with pytest.raises(ContextLengthError, match=f"at least {num_bytes // 3} tokens, .* may have {num_bytes // 3};"):
+        CODEC.check_length(text, num_bytes // 3)
+
+
+def test_white_space_that_a_marker_swallows_counts_for_no_token() -> None:
+    CODEC.check_length("<|im_start|>" + " " * 1000 + "a<|im_end|>" + "\n" * 1000, 10)
+
+
+def test_text_that_the_tokenizer_composes_first_counts_as_the_shorter_it_may_become() -> None:
+    parsed = json.loads(make_tokenizer().to_str())
+    parsed["normalizer"] = {"type": "NFC"}
+    codec = ChatCodec(json.dumps(parsed), CODEC.template, (END_ID,))
+    text = "\u1112\u1161\u11ab" * 50
+    assert len(codec.encode(text)) == 150
+    codec.check_length(text, 151)
+    with pytest.raises(ContextLengthError):
+        CODEC.check_length(text, 150)
+
+
+def test_of_two_stop_strings_in_one_token_the_first_one_in_the_text_ends_the_reply() -> None:
+    reply = ReplyReader(CODEC, "e-0", stop=["c", "b", "bc"])
+    reply.push([*ids("x"), ABC])
+    assert (reply.answer.content, reply.stopped_by) == ("xa", "b")
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back() -> None:

@@ -1203,7 +1203,7 @@ def test_a_model_of_channels_can_not_be_told_not_to_reason(played: Served, route
         loaded: Any = SimpleNamespace(codec=CODECS["harmony"])
         request = DIALECTS[route].parse({**BODIES[route], **change}, live)
         with pytest.raises(UnsupportedError, match="forbids the model to reason"):
-            live.begin(loaded, "main", request.call, follow=False)
+            live.draft(loaded, "main", request.call)
 
 
 @pytest.mark.parametrize(
@@ -1412,7 +1412,7 @@ def prepare(front: Front, route: str, content: bytes, live: LiveEpisode) -> None
     request = DIALECTS[route].parse(raw, live)
     choose_agent(None, request.model)
     loaded = front.engine.loaded
-    _grammar(loaded, request.call, live._draft(loaded, "main", request.call))
+    _grammar(loaded, request.call, live.draft(loaded, "main", request.call))
     live._seed(0, live.tracker.draft_ids("main", [97]), request.call.seed, 0)
     encode(getattr(request, "echoed", {}))
 

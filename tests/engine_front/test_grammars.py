@@ -223,13 +223,13 @@ def test_a_json_object_is_any_object_and_nothing_else() -> None:
 
 def test_likely_tokens_follow_their_tokens_through_the_link() -> None:
     async def follow() -> None:
-        generation = Generation("a", None)
+        generation = Generation("a", lambda *_: None)
         generation.add(Sampled("a", (5, 6), (-1.0, -2.0), 0, (((5, -1.0),), ((7, -0.5), (6, -2.0)))))
         generation.add(Sampled("a", (8,), (-3.0,), 1, (((8, -3.0),),)))
         assert generation.top == [((5, -1.0),), ((7, -0.5), (6, -2.0)), ((8, -3.0),)]
         generation.cut(1)
         assert (generation.token_ids, generation.top) == ([5], [((5, -1.0),)])
-        bare = Generation("b", None)
+        bare = Generation("b", lambda *_: None)
         bare.add(Sampled("b", (5,), (-1.0,), 0))
         assert bare.top == []
 

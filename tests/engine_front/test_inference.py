@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import pytest
 from conftest import SMALL, Served
 from tiny_tokenizer import END_ID, PAD_ID, ids
 
-from swarm_engine.client import ContextLengthError, SwarmRequestError, SyncEpisode
+from swarm_engine.client import ContextLengthError, SwarmClient, SwarmRequestError, SyncEpisode
 from swarm_engine.server.episodes import LiveEpisode
 from swarm_engine.tracker.tracker import EpisodeTracker
 from swarm_engine.types import Call, Mode, Outcome
@@ -246,6 +247,60 @@ def test_the_context_bounds_the_reply_and_a_prompt_without_room_is_named(serving
                 episode.chat([{"role": "user", "content": "x" * 100}])
             assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
             episode.end(reward=0.0)
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions", "messages/count_tokens"])
+def test_a_prompt_far_over_the_context_is_refused_at_once_and_nobody_waits_for_it(
+    engine: Served, episode: SyncEpisode, route: str
+) -> None:
+    text = "One or two words. " * 400_000
+    body = {"prompt": text} if route == "completions" else {"messages": [{"role": "user", "content": text}]}
+    with engine.client() as client, while_asked_for_the_status(client) as waits:
+        started = time.monotonic()
+        answer = httpx.post(
+            f"{episode.base_url}/{route}", headers={"x-api-key": episode.api_key}, json=body, timeout=60
+        )
+        assert time.monotonic() - started < 5
+    assert answer.status_code == 400
+    assert re.match(r"prompt is too long: it has at least 2\d{6} tokens, ", answer.json()["error"]["message"])
+    assert max(waits) < 0.5
+
+
+def test_a_long_prompt_that_fits_is_encoded_beside_other_requests(serving: Callable[..., Served]) -> None:
+    served = serving(max_context=2_000_000, end_chance=1.0)
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        with client.episode("t", mode=Mode.DEBUG) as episode, while_asked_for_the_status(client) as waits:
+            count = httpx.post(
+                f"{episode.base_url}/messages/count_tokens",
+                headers={"x-api-key": episode.api_key},
+                json={"messages": [{"role": "user", "content": "a b " * 250_000}]},
+                timeout=60,
+            )
+            assert count.json() == {"input_tokens": 1_000_019}
+            episode.end(reward=None)
+    assert max(waits) < 0.5
+
+
+@contextmanager
+def while_asked_for_the_status(client: SwarmClient) -> Iterator[list[float]]:
+    """Ask for the status again and again on another thread; the seconds that each answer took."""
+    waits: list[float] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.wait(0.01):
+            started = time.monotonic()
+            client.status()
+            waits.append(time.monotonic() - started)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield waits
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("outcome", [Outcome.SUCCESS, Outcome.TRUNCATED])

@@ -298,7 +298,7 @@ def test_a_stop_string_ends_a_reply_inside_a_call_and_at_its_end() -> None:
         sampled = CODECS[kind].encode(HERMES_CALL)
         stopped.push([*sampled, *ids("never")])
         stopped.finish()
-        assert (stopped.is_stopped, stopped.num_tokens) == (True, len(sampled))
+        assert (stopped.stopped_by, stopped.num_tokens) == ("</tool_call>", len(sampled))
         assert calls(stopped.answer) == [("look", '{"q": "x"}')]
     assert calls(read("qwen25", HERMES_CALL, ['"x"'])) == [("look", '{"q":')]
 
@@ -370,7 +370,7 @@ def check_split(kind: str, tokens: Sequence[int], cuts: Sequence[int], stop: Seq
     split.finish()
     deltas += split.take()
     assert answer_of(deltas) == parts(split.answer) == parts(whole.answer)
-    assert (split.num_tokens, split.is_stopped) == (whole.num_tokens, whole.is_stopped)
+    assert (split.num_tokens, split.stopped_by) == (whole.num_tokens, whole.stopped_by)
 
 
 @pytest.mark.parametrize("kind", FRAGMENTS)

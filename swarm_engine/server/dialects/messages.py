@@ -217,8 +217,8 @@ def _input(arguments: str) -> dict[str, Any]:
 def _stop_reason(call: RunningCall) -> tuple[str, str | None]:
     if call.finish_reason is FinishReason.LENGTH:
         return "max_tokens", None
-    if call.reply.is_stopped:
-        return "stop_sequence", call.stopped_by
+    if call.reply.stopped_by is not None:
+        return "stop_sequence", call.reply.stopped_by
     return ("tool_use" if call.answer.tool_calls else "end_turn"), None
 
 

@@ -61,5 +61,3 @@ class Dialect:
 
     parse: Callable[[Mapping[str, Any], LiveEpisode], Request]
     """Raises BadRequestError for what is malformed, UnsupportedError for what this server doesn't take."""
-    error: Callable[[SwarmEngineError], Mapping[str, Any]]
-    """The body of an error."""
