@@ -12,7 +12,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 FRAMEWORKS := $(VENV)-frameworks
 
-.PHONY: research test test-heavy check format clean
+.PHONY: install frameworks research test test-heavy check format clean
+
+install: $(VENV)/installed-engine
+
+frameworks: $(FRAMEWORKS)/installed
 
 research: $(VENV)/installed-engine
 	$(BIN)/a3r research --yes "$(QUESTION)"

@@ -46,6 +46,8 @@ class Episode:
         self._last_sign = asyncio.get_running_loop().time()
         self.result: wire.EpisodeResult | None = None
         """How it ended; None before."""
+        self.is_given_up = False
+        """Whether `abort` was called."""
 
     @property
     def episode_id(self) -> str:
@@ -137,6 +139,7 @@ class Episode:
 
     async def abort(self, reason: str = "") -> None:
         """Give the episode up; its place goes to another claim. An episode that is gone already is fine."""
+        self.is_given_up = True
         self._client._live.pop(self.episode_id, None)
         with contextlib.suppress(EpisodeLostError):
             await self._client._control("POST", f"/episodes/{self.episode_id}/abort", {"reason": reason[:500]})
@@ -147,7 +150,7 @@ class Episode:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.result is not None:
+        if self.result is not None or self.is_given_up:
             return
         reason = "left without an end" if kind is None else f"{kind.__name__}: {error}"
         # An abort must reach the server even where this task is being cancelled, and must not hide what went wrong.

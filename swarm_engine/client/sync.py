@@ -46,6 +46,8 @@ class SyncEpisode:
         self.policy_version = lease.policy_version
         self.result: wire.EpisodeResult | None = None
         """How it ended; None before."""
+        self.is_given_up = False
+        """Whether `abort` was called."""
 
     def chat(
         self,
@@ -86,6 +88,7 @@ class SyncEpisode:
 
     def abort(self, reason: str = "") -> None:
         """Give the episode up; its place goes to another claim. An episode that is gone already is fine."""
+        self.is_given_up = True
         self._client._live.pop(self.episode_id, None)
         with contextlib.suppress(EpisodeLostError):
             self._client._control("POST", f"/episodes/{self.episode_id}/abort", {"reason": reason[:500]})
@@ -96,7 +99,7 @@ class SyncEpisode:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.result is not None:
+        if self.result is not None or self.is_given_up:
             return
         reason = "left without an end" if kind is None else f"{kind.__name__}: {error}"
         # What went wrong in the block matters more than an abort that can't be delivered; the lease runs out anyway.

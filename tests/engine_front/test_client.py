@@ -397,3 +397,10 @@ def test_something_that_is_no_swarm_is_told_apart() -> None:
                 await client.status()
 
     asyncio.run(main())
+
+
+def test_an_episode_may_be_given_up_inside_its_block(engine: Served) -> None:
+    with engine.client() as client, client.episode("given up", mode=Mode.EVAL) as episode:
+        episode.abort("nothing to judge")
+    assert episode.is_given_up
+    assert episode.result is None
