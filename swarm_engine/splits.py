@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
+
+import numpy as np
+
+from swarm_engine.merger.trie import num_shared
 
 SHOWN_BEFORE, SHOWN_AFTER = 30, 70
 """Characters of a text before the first difference and from it on."""
@@ -49,12 +53,19 @@ class Split:
 
 
 def find_splits(timelines: Sequence[Timeline]) -> list[Split]:
-    """Where the timelines of an episode part, in order; one that only goes on from another parts from nothing."""
-    tokens = [[token for block in timeline["blocks"] for token in block["token_ids"]] for timeline in timelines]
+    """Where the timelines of an episode part, in order; one that only goes on from another parts from nothing.
+
+    A timeline is measured against those of its own agent; an agent's first one against all.
+    """
+    tokens = [
+        np.array([token for block in timeline["blocks"] for token in block["token_ids"]], np.int32)
+        for timeline in timelines
+    ]
     splits = []
     for number in range(1, len(timelines)):
-        shared = [_num_shared(tokens[earlier], tokens[number]) for earlier in range(number)]
-        earlier = max(range(number), key=lambda one: (shared[one], one))
+        own = [one for one in range(number) if timelines[one]["agent"] == timelines[number]["agent"]]
+        shared = {one: num_shared(tokens[one], tokens[number]) for one in own or range(number)}
+        earlier = max(shared, key=lambda one: (shared[one], one))
         if shared[earlier] < len(tokens[earlier]):
             splits.append(_split(timelines, earlier, number, shared[earlier]))
     return splits
@@ -63,7 +74,7 @@ def find_splits(timelines: Sequence[Timeline]) -> list[Split]:
 def split_lines(splits: Sequence[Split], num_timelines: int) -> list[str]:
     """Splits in words."""
     if not splits:
-        return [f"nothing splits: {num_timelines} calls, each going on from the one before"]
+        return [f"nothing splits: of {num_timelines} calls each goes on from an earlier one, or repeats it"]
     lines = []
     for split in splits:
         lines += [
@@ -113,11 +124,6 @@ def _is_sampled(block: Mapping[str, Any]) -> bool:
     return any(logprob is not None for logprob in block["logprobs"])
 
 
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
-
-
 def _block_at(timeline: Timeline, place: int) -> Mapping[str, Any] | None:
     """The block that holds a token; None behind the last one."""
     ends = accumulate(len(block["token_ids"]) for block in timeline["blocks"])
@@ -126,6 +132,6 @@ def _block_at(timeline: Timeline, place: int) -> Mapping[str, Any] | None:
 
 def _around(was: str, now: str) -> tuple[str, str]:
     """Both texts around their first difference."""
-    place = _num_shared([ord(letter) for letter in was], [ord(letter) for letter in now])
+    place = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(was, now, strict=False)))
     start = max(0, place - SHOWN_BEFORE)
     return was[start : place + SHOWN_AFTER], now[start : place + SHOWN_AFTER]

@@ -54,7 +54,7 @@ def test_the_same_text_in_other_tokens_is_told_from_another_text() -> None:
 def test_a_conversation_that_only_goes_on_splits_nowhere() -> None:
     second = line(ASK, REPLY, block("user", "d"), block("assistant", "w", is_sampled=True))
     assert find_splits([FIRST, second]) == []
-    assert split_lines([], 2) == ["nothing splits: 2 calls, each going on from the one before"]
+    assert split_lines([], 2) == ["nothing splits: of 2 calls each goes on from an earlier one, or repeats it"]
 
 
 def test_a_timeline_is_compared_with_the_one_it_shares_most_with() -> None:
@@ -62,6 +62,16 @@ def test_a_timeline_is_compared_with_the_one_it_shares_most_with() -> None:
     third = line(ASK, REPLY, block("user", "de"), REPLY)
     (split,) = find_splits([FIRST, second, third])
     assert (split.timeline, split.earlier, split.num_shared, split.was, split.now) == (2, 1, 7, "dd", "de")
+
+
+def test_an_agent_is_compared_with_its_own_calls_though_another_shares_more() -> None:
+    other = line(block("user", "abcd"), REPLY, agent="other")
+    again = line(block("user", "abcq"), REPLY)
+    splits = find_splits([line(block("user", "abz"), REPLY), other, again])
+    assert [(split.timeline, split.earlier, split.reason) for split in splits] == [
+        (1, 0, Reason.OTHER_AGENT),
+        (2, 0, Reason.MESSAGE_CHANGED),
+    ]
 
 
 def test_the_command_shows_what_a_retry_and_an_edited_history_did(played: Served) -> None:
