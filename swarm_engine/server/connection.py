@@ -14,7 +14,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 EXTENSION = "swarm"
-"""Of a request's scope: holds `hang_up`, which ends its connection at once."""
+"""Of a request's scope: holds its `connection`."""
 MAX_WAITING = 16
 """Requests sent ahead on a connection that is still watched; past them nothing is read until one is answered."""
 
@@ -26,6 +26,11 @@ class Connection(HttpToolsProtocol):
 
     _answering: RequestResponseCycle | None = None
     """The request that is being answered; uvicorn itself knows the newest one only."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the caller left; known from the first write that fails, before the request is told."""
+        return bool(self.transport.is_closing())
 
     def hang_up(self) -> None:
         """End it at once; what was not sent yet is lost."""
@@ -66,7 +71,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self.scope["extensions"] = {EXTENSION: {"hang_up": self.hang_up}}
+        self.scope["extensions"] = {EXTENSION: {"connection": self}}
 
     def on_headers_complete(self) -> None:
         """Answer it, or let it wait for its turn."""

@@ -25,7 +25,7 @@ from swarm_engine.errors import (
     UnauthorizedError,
 )
 from swarm_engine.server.auth import bearer
-from swarm_engine.server.connection import EXTENSION
+from swarm_engine.server.connection import EXTENSION, Connection
 from swarm_engine.server.dialects import DIALECTS, messages, models
 from swarm_engine.server.dialects.protocol import Request
 from swarm_engine.server.dialects.writing import encode, openai_error
@@ -45,8 +45,6 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_INLINE_BYTES = 32 * 1024
 """A longer body is read on another thread; with a slow tokenizer one of this length takes 50 ms."""
 MAX_AGENT_CHARS = 200
-LOOK_S = 0.001
-"""Long enough for the loop to look at every connection; paid once a stream."""
 MAX_UNREAD_BYTES = 64 * 1024
 """More than this goes out before the end of a stream, so that the end is held back where nobody reads."""
 HANG_UP_AFTER_S = 1.0
@@ -115,8 +113,8 @@ class InferenceApp:
                     request, draft = await self._at_leisure(
                         body, lambda: self._draft(body, episode, target), target, scope
                     )
-                    hang_up = scope["extensions"][EXTENSION]["hang_up"]
-                    await self._ask(request, draft, episode, receive, send, hang_up)
+                    connection = scope["extensions"][EXTENSION]["connection"]
+                    await self._ask(request, draft, episode, receive, send, connection)
             elif route == MODELS or route.startswith(MODELS + "/"):
                 check_method(method, "GET", route)
                 await send_json(send, 200, self._models(route, error_body is messages.error_body))
@@ -181,17 +179,17 @@ class InferenceApp:
         episode: LiveEpisode,
         receive: Receive,
         send: Send,
-        hang_up: Callable[[], None],
+        connection: Connection,
     ) -> None:
         ask = episode.begin(self._engine.loaded, draft, request.call, follow=request.is_stream)
         gone = asyncio.create_task(wait_until_gone(receive))
         gone.add_done_callback(lambda _: ask.has_news.set())
         patience: list[asyncio.TimerHandle] = []
         loop = asyncio.get_running_loop()
-        ask.on_cancel = lambda: patience.append(loop.call_later(HANG_UP_AFTER_S, hang_up))
+        ask.on_cancel = lambda: patience.append(loop.call_later(HANG_UP_AFTER_S, connection.hang_up))
         try:
             if request.is_stream:
-                await self._stream(ask, request, gone, send)
+                await self._stream(ask, request, gone, send, connection)
             else:
                 await self._reply(ask, request, gone, send)
         finally:
@@ -213,7 +211,9 @@ class InferenceApp:
         ask.settle()
         await send_json(send, 200, body, call_header(ask))
 
-    async def _stream(self, ask: RunningAsk, request: Request, gone: asyncio.Task[None], send: Send) -> None:
+    async def _stream(
+        self, ask: RunningAsk, request: Request, gone: asyncio.Task[None], send: Send, connection: Connection
+    ) -> None:
         # The status line waits for the first token: until then a refusal can still be a proper error.
         await ask.has_news.wait()
         if gone.done():
@@ -252,9 +252,7 @@ class InferenceApp:
             pending += writer.end()
             # Waits where the caller does not read: what it never takes is not trained.
             await send_bytes(send, b"")
-            # Whoever left while all that was written is heard of only when the loop looks at its connections again.
-            await asyncio.sleep(LOOK_S)
-            if gone.done():
+            if gone.done() or connection.is_lost:
                 return
             for call in ask.calls:
                 self._check_open(call)
