@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from project_runs import Trained, TrainingError, train
-from rows import Row, show, show_promises, write_rows
+from rows import Row, report
 
 from a3r.stats.compare import paired_t
 from experiments_db.intervals import t_interval
@@ -106,12 +106,7 @@ def main() -> int:
                 runs[how].append(run)
                 print(f"{how}, seed {seed}: {run.wall_s:.0f} s", file=sys.stderr, flush=True)
     rows = [row for how in Merge for row in rows_of(how, runs[how], runs[REFERENCE], is_quick=args.quick)]
-    for row in rows:
-        print(show(row))
-    if args.json:
-        write_rows(rows, args.json)
-    if not args.quick:
-        show_promises(promises(rows))
+    report(rows, args.json, promises(rows))
     return 0
 
 

@@ -45,7 +45,7 @@ from typing import Any, Protocol
 
 import uvloop
 from endpoint_backend import REPLY_TEXT
-from rows import Row, show, show_promises, write_rows
+from rows import Row, report
 
 from experiments_db.intervals import t_interval
 from swarm_engine.client import SwarmClient
@@ -464,12 +464,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="endpoint-") as folder:
         record = uvloop.run(measure(Path(folder), num_rounds, num_turns, args.quick))
     rows = [row for size in SIZES for row in record.rows(size)]
-    for row in rows:
-        print(show(row))
-    if args.json:
-        write_rows(rows, args.json)
-    if not args.quick:
-        show_promises(promises(rows))
+    report(rows, args.json, promises(rows))
     return 0
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from project_runs import Trained, TrainingError, train
-from rows import Row, show, show_promises, write_rows
+from rows import Row, report
 from tokenizers import Tokenizer
 
 from a3r.stats.compare import Comparison, mean_of, paired_t
@@ -237,15 +237,10 @@ def main() -> int:
     tokenizer = Tokenizer.from_file(str(NANO_DIR / "tokenizer.json"))
     summaries = [summary(case.name, runs[case.name], runs[REFERENCE], tokenizer) for case in todo]
     rows = list(rows_of(summaries, is_quick=args.quick))
-    for row in rows:
-        print(show(row))
     for each in summaries:
         if each.added:
             print(f"{each.name} adds to the prompt:\n{each.added}")
-    if args.json:
-        write_rows(rows, args.json)
-    if not args.quick:
-        show_promises(promises(summaries))
+    report(rows, args.json, promises(summaries))
     return 0
 
 

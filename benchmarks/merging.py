@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ from trajectories import SETS, VOCAB_SIZE, Batch, group
 from experiments_db.intervals import Interval, t_interval
 from swarm_engine.config import Merge
 from swarm_engine.merger import merge
-from swarm_engine.merger.trie import Node, build_trie, lay_apart
+from swarm_engine.merger.trie import Ints, Node, Trie, build_trie
 from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.models.loading import load_policy
@@ -121,6 +122,20 @@ def plan(batch: Batch, mode: Mode) -> list[Unit]:
                 Overlaid(tuple(places), Tree.of([rows[place] for place in places], lay_apart), MAX_TOKENS)
                 for places in bins([row.num_computed for row in rows], MAX_TOKENS)
             ]
+
+
+def lay_apart(sequences: Sequence[Ints]) -> Trie:
+    """The same sequences with nothing shared: what packing without padding is. None may be empty."""
+    lengths = [len(sequence) for sequence in sequences]
+    starts = np.cumsum([0, *lengths]).tolist()
+    runs = [np.arange(start, stop, dtype=np.int32) for start, stop in pairwise(starts)]
+    return Trie(
+        tokens_U=np.concatenate(sequences).astype(np.int32),
+        depths_U=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        ends_U=np.repeat(np.array(starts[1:], np.int32), lengths),
+        places=tuple(runs),
+        nodes=tuple(Node(start, stop, stop) for start, stop in pairwise(starts)),
+    )
 
 
 def bins(lengths: Sequence[int], size: int) -> list[list[int]]:

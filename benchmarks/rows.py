@@ -38,3 +38,13 @@ def show_promises(promises: Iterable[tuple[bool, str]]) -> None:
 def write_rows(rows: Sequence[Row], file: Path) -> None:
     """Write the rows as a JSON list."""
     file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+def report(rows: Sequence[Row], file: Path | None, promises: Iterable[tuple[bool, str]]) -> None:
+    """Print the table, write it where a file was named, and unless the run was a quick one say which promises it kept."""
+    for row in rows:
+        print(show(row))
+    if file:
+        write_rows(rows, file)
+    if not any(row.quick for row in rows):
+        show_promises(promises)

@@ -1,8 +1,7 @@
 """Many sequences as one: a prefix trie in depth-first order, in which every shared prefix stands once.
 
 Sorted as bytes, sequences with a common prefix are neighbours, and what each adds to the one before it is the trie in
-depth-first order: no node objects, no hashing, time and memory linear in the tokens (measured beside hashing and radix
-sorting: research notes give 40 million tokens a second on one core).
+depth-first order: no hashing and no object a token, time and memory linear in the tokens.
 
 Axis U: the tokens of the trie. A token sees its ancestors and itself, and since descendants follow their ancestor
 without a gap, place `t` sees place `j` exactly if `j <= t < ends_U[j]`: one number per token is the attention mask.
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +18,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 
 CHUNKED_COST = 1.5
-"""What chunks cost beside one pass, as a factor: each token goes forward twice. Measured at 1.4 to 1.6."""
+"""What chunks cost beside one pass, as a factor: each token goes forward twice. CPU time of a Qwen3 of hidden size 256
+and 6 layers on 2,580 places was 1.3 to 1.5 times that of one pass, in 2 to 8 chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +68,6 @@ def build_trie(sequences: Sequence[Ints]) -> Trie:
     nodes = _nodes(starts, shared, lengths)
     ends_U = np.repeat(np.array([node.end for node in nodes], np.int32), [node.stop - node.start for node in nodes])
     return Trie(tokens_U, depths_U, ends_U, tuple(places), nodes)
-
-
-def lay_apart(sequences: Sequence[Ints]) -> Trie:
-    """The same sequences with nothing shared: what packing without padding is. None may be empty."""
-    lengths = [len(sequence) for sequence in sequences]
-    starts = np.cumsum([0, *lengths]).tolist()
-    runs = [np.arange(start, stop, dtype=np.int32) for start, stop in pairwise(starts)]
-    return Trie(
-        tokens_U=np.concatenate(sequences).astype(np.int32),
-        depths_U=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        ends_U=np.repeat(np.array(starts[1:], np.int32), lengths),
-        places=tuple(runs),
-        nodes=tuple(Node(start, stop, stop) for start, stop in pairwise(starts)),
-    )
 
 
 def count_places(sequences: Sequence[Ints]) -> int:

@@ -96,8 +96,14 @@ def attend_on_tree(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; values as shape (1, U, H, D).
+    """What transformers calls in every layer.
 
+    Args:
+        query: shape (1, H, U, D); keys and values have shape (1, K, U, D).
+        scaling: of the products; None for one over the root of D.
+        sliding_window: tokens of its path that a token sees, itself included; None for all.
+    Returns:
+        The attended values, shape (1, U, H, D), and no weights.
     Raises:
         ModelError: the call asks for something that is not computed here.
     """

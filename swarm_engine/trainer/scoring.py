@@ -98,7 +98,7 @@ def score(model: Decoder, rows: Sequence[Row], *, entropy_has_gradient: bool = F
 
 
 def read_scores(model: Decoder, hidden_U_C: Tensor, targets: Targets, *, entropy_has_gradient: bool = False) -> Scores:
-    """Score targets from hidden states. Targets with one predictor and temperature share its logits."""
+    """Score targets from hidden states, shape (U, C). Targets with one predictor and temperature share its logits."""
     asked = torch.stack((targets.predictors_N.to(torch.float64), targets.temperatures_N), dim=1)
     asked_P_2, slots_N = torch.unique(asked, dim=0, return_inverse=True)
     order_N = torch.argsort(slots_N, stable=True)

@@ -34,7 +34,7 @@ class Tree:
 
     @staticmethod
     def of(rows: Sequence[Row], build: Callable[[Sequence[Ints]], Trie] = build_trie) -> Tree:
-        """Lay rows over each other; with `lay_apart` beside each other."""
+        """Lay rows over each other, or as `build` lays them."""
         trie = build([np.array(row.tokens[: row.num_computed], np.int32) for row in rows])
         predictors = [places[np.array(row.targets) - 1] for row, places in zip(rows, trie.places, strict=True)]
         return Tree(trie, Targets.of(rows, np.concatenate(predictors).astype(np.int64)))
