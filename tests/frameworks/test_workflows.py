@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from swarm_engine.trainer.checkpoints import newest_checkpoint
 from vibe import render
-from vibe.project import game_of, project_for
+from vibe.project import RESULTS_FILE, game_of, project_for
 
 pytestmark = pytest.mark.heavy
 
@@ -28,6 +29,8 @@ def trained_weights(workflow: Path, folder: Path) -> bytes:
     (project / "workflow.py").write_bytes(workflow.read_bytes())
     words = [sys.executable, project / "train.py", "--run-dir", run_dir, "--json", *SMALL]
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    (step,) = json.loads((run_dir / RESULTS_FILE).read_text(encoding="utf-8"))["steps"]
+    assert step["metrics"]["skipped"] == 0  # or the weights would be the same without having moved
     checkpoint = newest_checkpoint(run_dir / "checkpoints")
     assert checkpoint is not None
     assert checkpoint.step == 1
