@@ -41,7 +41,7 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
 
 
 def report(rows: Sequence[Row], file: Path | None, promises: Iterable[tuple[bool, str]]) -> None:
-    """Print the table, write it where a file was named, and unless the run was a quick one say which promises it kept."""
+    """Print the table, write it where a file was named, and say of a full run which promises it kept."""
     for row in rows:
         print(show(row))
     if file:
