@@ -28,6 +28,8 @@ class Turn:
 
     context: Tokens
     reply: Tokens
+    continues: tuple[int, int] | None = None
+    """Number of the turn whose messages and reply this one's messages begin with, and where its own part begins."""
 
 
 @dataclass(slots=True)
@@ -56,24 +58,28 @@ Episode = Callable[[Writer], list[Turn]]
 
 def react(writer: Writer) -> list[Turn]:
     """Reason, act, observe: every call continues the one before."""
-    context, turns = writer.common(PROMPT), []
+    context, turns, known = writer.common(PROMPT), list[Turn](), None
     for turn in range(NUM_TURNS):
         reply = opened(writer, ANSWER) if turn == 0 else writer.text(ANSWER)
-        turns.append(Turn(context, reply))
-        context += reply + writer.text(OBSERVATION)
+        turns.append(Turn(context, reply, known))
+        context += reply
+        known = (turn, len(context))
+        context += writer.text(OBSERVATION)
     return turns
 
 
 def drift(writer: Writer) -> list[Turn]:
     """The same where three answers in ten come back as other tokens from some place on, as after tokenizing again."""
-    context, turns = writer.common(PROMPT), []
-    for _ in range(NUM_TURNS):
+    context, turns, known = writer.common(PROMPT), list[Turn](), None
+    for turn in range(NUM_TURNS):
         reply = writer.text(ANSWER)
-        turns.append(Turn(context, reply))
+        turns.append(Turn(context, reply, known))
         if writer.own.random() < 0.3:
             place = writer.own.randrange(len(reply))
             reply = (*reply[:place], *writer.text(2), *reply[place + 1 :])
-        context += reply + writer.text(OBSERVATION)
+        context += reply
+        known = (turn, len(context))
+        context += writer.text(OBSERVATION)
     return turns
 
 
@@ -84,11 +90,13 @@ def single_turn(writer: Writer) -> list[Turn]:
 
 def thinking(writer: Writer) -> list[Turn]:
     """Every reply thinks first, and the template takes the thoughts out of history."""
-    context, turns = writer.common(PROMPT), []
-    for _ in range(NUM_TURNS):
+    context, turns, known = writer.common(PROMPT), list[Turn](), None
+    for turn in range(NUM_TURNS):
         thought, answer = writer.text(THOUGHT), writer.text(SHORT_ANSWER)
-        turns.append(Turn(context, thought + answer))
-        context += answer + writer.text(OBSERVATION)
+        turns.append(Turn(context, thought + answer, known))
+        context += answer
+        known = (turn, len(context))
+        context += writer.text(OBSERVATION)
     return turns
 
 
@@ -97,11 +105,13 @@ def agents(writer: Writer, thought: int = 0) -> list[Turn]:
     rules = writer.common(RULES)
     roles = [writer.common(PERSONA) for _ in range(NUM_AGENTS)]
     log: Tokens = ()
-    turns = []
+    turns: list[Turn] = []
     for move in range(NUM_AGENTS * NUM_ROUNDS):
         said = writer.text(UTTERANCE)
         thoughts = writer.text(thought) if thought else ()
-        turns.append(Turn(rules + roles[move % NUM_AGENTS] + log, thoughts + said))
+        before = move - NUM_AGENTS
+        known = (before, len(turns[before].context) + len(said)) if before >= 0 else None
+        turns.append(Turn(rules + roles[move % NUM_AGENTS] + log, thoughts + said, known))
         log += said
     return turns
 
@@ -114,20 +124,24 @@ def thinking_agents(writer: Writer) -> list[Turn]:
 def compaction(writer: Writer) -> list[Turn]:
     """A long task: history is folded into a summary now and then, some calls are tried twice, one goes to a helper."""
     prompt = writer.common(PROMPT)
-    context, turns = prompt, []
+    context, turns, known = prompt, list[Turn](), None
     for turn in range(15):
         reply = writer.text(ANSWER)
         if turn % 4 == 1:
-            turns.append(Turn(context, writer.text(ANSWER)))
-        turns.append(Turn(context, reply))
-        context += reply + writer.text(OBSERVATION)
+            turns.append(Turn(context, writer.text(ANSWER), known))
+        turns.append(Turn(context, reply, known))
+        context += reply
+        known = (len(turns) - 1, len(context))
+        context += writer.text(OBSERVATION)
         if turn % COMPACT_EVERY == COMPACT_EVERY - 1:
-            context = prompt + writer.text(SUMMARY)
-    helper = writer.common(RULES)
+            context, known = prompt + writer.text(SUMMARY), None
+    context, known = writer.common(RULES), None
     for _ in range(8):
         reply = writer.text(ANSWER)
-        turns.append(Turn(helper, reply))
-        helper += reply + writer.text(OBSERVATION)
+        turns.append(Turn(context, reply, known))
+        context += reply
+        known = (len(turns) - 1, len(context))
+        context += writer.text(OBSERVATION)
     return turns
 
 

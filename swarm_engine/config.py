@@ -28,11 +28,14 @@ class Algorithm(StrEnum):
 
 
 class Merge(StrEnum):
-    """How timelines of one batch are folded before the update; never changes the loss."""
+    """How timelines of one batch are folded before the update; all but `text` leave the loss as it was."""
 
     NONE = "none"
     TOKEN = "token"
     """Within an episode, a context goes into the latest later one that continues it."""
+    TEXT = "text"
+    """The same where messages are equal by role, name, content and tool calls, whatever became of their tokens. Later
+    replies are then trained under a history that the sampler did not see; `changed_tokens` counts how much of it."""
     TREE = "tree"
     """Over the whole batch, what contexts share is computed once."""
 
@@ -96,10 +99,18 @@ class TrainerConfig(Frozen):
     """Pull towards the start weights; at 0 no reference policy is loaded."""
     entropy_weight: float = Field(0.0, ge=0)
     merge: Merge = Merge.TREE
+    ignore_tools: bool = False
+    """Whether calls that were offered other tools continue each other; only merging by text can."""
     microbatch_tokens: int = Field(2048, ge=1)
     """Tokens, padding included, computed at once; bounds memory, never changes the gradient."""
     checkpoint_every: int = Field(10, ge=1)
     """Updates between checkpoints."""
+
+    @model_validator(mode="after")
+    def _tools_matter_to_text(self) -> Self:
+        if self.ignore_tools and self.merge is not Merge.TEXT:
+            raise ValueError(f"ignore_tools goes with merge: text, and merge is {self.merge}; leave one of them out")
+        return self
 
 
 class PolicyConfig(Frozen):

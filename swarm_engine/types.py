@@ -124,6 +124,15 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Continuation:
+    """The earlier call whose messages and reply a call's messages begin with, whatever became of their tokens."""
+
+    call_id: str
+    start: int
+    """Index in the prompt of the first token that is the call's own, behind that reply."""
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
     """One context exactly as the sampler saw it, with every stretch of it that was sampled.
 
@@ -136,6 +145,10 @@ class Timeline:
     tokens: tuple[int, ...]
     spans: tuple[Span, ...]
     """In order, disjoint."""
+    continues: Continuation | None = None
+    """Of the call that it was recorded from."""
+    num_changed: int = 0
+    """Tokens that contexts of its calls hold otherwise than the sampler saw them; only merging by text makes any."""
 
     @property
     def loss_mask(self) -> tuple[bool, ...]:
@@ -200,6 +213,8 @@ class Call:
     finish_reason: FinishReason
     untrained_because: Untrained | None = None
     """None where the reply is trained."""
+    continues: Continuation | None = None
+    """Worked out where timelines merge by text, None elsewhere."""
 
     def timeline(self) -> Timeline:
         """This call as a timeline of its own."""
@@ -216,6 +231,7 @@ class Call:
             agent=self.agent,
             tokens=self.prompt_ids + self.completion_ids,
             spans=(span,) if self.completion_ids else (),
+            continues=self.continues,
         )
 
 

@@ -1,7 +1,8 @@
-"""Folding the timelines of an episode so that shared context is computed once; the loss stays what it was.
+"""Folding the timelines of an episode so that shared context is computed once.
 
 An agent resends its history every turn, so turn two holds turn one as plain context. Kept apart, turn one is computed
-twice; dropped, its answer is never trained. Every way of merging keeps each sampled span exactly once.
+twice; dropped, its answer is never trained. Every way of merging keeps each sampled span exactly once, and all but
+`text` leave the loss what it was.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import assert_never
 
 from swarm_engine.config import Merge
+from swarm_engine.merger.text import merge_by_text
 from swarm_engine.merger.token import merge_by_token
 from swarm_engine.types import Timeline
 
@@ -21,5 +23,7 @@ def merge(timelines: Sequence[Timeline], how: Merge) -> tuple[Timeline, ...]:
             return tuple(timelines)
         case Merge.TOKEN:
             return merge_by_token(timelines)
+        case Merge.TEXT:
+            return merge_by_text(timelines)
         case _:
             assert_never(how)

@@ -43,8 +43,9 @@ from swarm_engine.server.states import check_transition
 from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink
 from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.codec import ChatCodec
+from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.tracker import EpisodeRecord
-from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Mode
+from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Episode, Mode
 from swarm_engine.version import installed_version
 
 log = logging.getLogger(__name__)
@@ -300,14 +301,14 @@ class Engine:
         pool = Pool(config.trainer.group_size, config.trainer.tasks_per_update)
         self._shown_codec = codec
         self._saved_step = booted.step
-        step = await self._replay(link, booted.step)
+        step = await self._replay(link, booted.step, config.trainer, codec)
         self._loaded = Loaded(config, policy, codec, link, pool, step)
         self.roster.open(self._loaded)
         self._last_step_at = time.monotonic()
         self._to(EngineState.ROLLING, f"booted at step {step}")
         self._after_change()
 
-    async def _replay(self, link: WorkerLink, step: int) -> int:
+    async def _replay(self, link: WorkerLink, step: int, trainer: TrainerConfig, codec: ChatCodec) -> int:
         """Train again on the recorded batches that the checkpoint does not hold; returns the step reached."""
         last = self.journal.last_step()
         if step > last:
@@ -318,12 +319,18 @@ class Engine:
         reported = self.journal.steps_reported(step)
         for record in self.journal.batches_after(step):
             started = time.monotonic()
-            rows = await asyncio.to_thread(self.journal.episodes_of, record)
-            episodes = tuple(episode_records.validate_json(row.record).episode for row in rows)
+            episodes = await asyncio.to_thread(self._read_batch, record, trainer, codec)
             updated = await link.update(Update(record, episodes))
             if record.step not in reported:
                 await self._report_step(record.step, updated.metrics, updated.drops, time.monotonic() - started)
         return last
+
+    def _read_batch(self, record: BatchRecord, trainer: TrainerConfig, codec: ChatCodec) -> tuple[Episode, ...]:
+        """The episodes of a batch as the trainer takes them, from the journal."""
+        records = [episode_records.validate_json(row.record) for row in self.journal.episodes_of(record)]
+        if trainer.merge is not Merge.TEXT:
+            return tuple(one.episode for one in records)
+        return tuple(with_continuations(one, codec, ignore_tools=trainer.ignore_tools) for one in records)
 
     # Batches
 
@@ -378,6 +385,8 @@ class Engine:
         announced = EventWrite.of("batch", step=step, episode_ids=record.episode_ids, seed=record.seed)
         await self.journal.append(BatchWrite(record), announced)
         loaded.pool.close()
+        if loaded.config.trainer.merge is Merge.TEXT:
+            episodes = await asyncio.to_thread(self._read_batch, record, loaded.config.trainer, loaded.codec)
         updated = await loaded.link.update(Update(record, episodes))
         loaded.step = step
         now = time.monotonic()
@@ -543,13 +552,15 @@ def _fixed_part(config: EngineConfig) -> dict[str, Any]:
 
 def _show_timelines(record: EpisodeRecord, codec: ChatCodec, how: Merge) -> list[dict[str, Any]]:
     shown = EpisodeBlocks(record, codec)
-    timelines = merge(record.episode.timelines(), how)
+    episode = with_continuations(record, codec) if how is Merge.TEXT else record.episode
+    timelines = merge(episode.timelines(), how)
     shared = shared_with_earlier([timeline.tokens for timeline in timelines]) if how is Merge.TREE else None
     return [
         {
             "policy": timeline.policy,
             "agent": timeline.agent,
             **({} if shared is None else {"num_shared_tokens": shared[number]}),
+            **({"num_changed_tokens": timeline.num_changed} if how is Merge.TEXT else {}),
             "call_ids": [span.call_id for span in timeline.spans],
             "blocks": [
                 {

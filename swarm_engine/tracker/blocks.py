@@ -8,7 +8,8 @@ The pieces are encoded apart and must join to the recorded ids; where they don't
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from swarm_engine.errors import BadRequestError
 from swarm_engine.tracker.codec import ChatCodec
@@ -44,8 +45,16 @@ class EpisodeBlocks:
         """Each call's own messages as the template takes them."""
 
     def blocks(self, timeline: Timeline) -> tuple[Block, ...]:
-        """The blocks of a timeline of this episode, as recorded or merged by token."""
-        pieces = self._pieces(self._by_tokens[timeline.tokens])
+        """The blocks of a timeline of this episode, as recorded or merged."""
+        if (whole := self._by_tokens.get(timeline.tokens)) is not None:
+            pieces = self._pieces(whole)
+        else:  # merged by text: what each call added, behind the call before it
+            ends = [0, *(span.end for span in timeline.spans)]
+            pieces = [
+                piece
+                for (before, end), span in zip(pairwise(ends), timeline.spans, strict=True)
+                for piece in _last(self._pieces(span.call_id), end - before)
+            ]
         logprobs: list[float | None] = [None] * len(timeline.tokens)
         versions: list[int | None] = [None] * len(timeline.tokens)
         for span in timeline.spans:
@@ -161,6 +170,17 @@ class EpisodeBlocks:
             return [*texts, self._codec.render(messages, tools)]
         except BadRequestError:
             return []
+
+
+def _last(pieces: Sequence[Piece], num_tokens: int) -> list[Piece]:
+    """The pieces of the last tokens of a context."""
+    kept: list[Piece] = []
+    for piece in reversed(pieces):
+        taken = min(piece.num_tokens, num_tokens)
+        if taken:
+            kept.append(replace(piece, num_tokens=taken))
+        num_tokens -= taken
+    return kept[::-1]
 
 
 def _author(message: Mapping[str, object]) -> Author:

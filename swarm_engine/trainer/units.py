@@ -54,7 +54,7 @@ class Unit(Protocol):
 def plan_units(rows: Sequence[Row], how: Merge, max_tokens: int) -> list[Unit]:
     """Divide rows into units of at most `max_tokens` tokens at once, padding included."""
     match how:
-        case Merge.NONE | Merge.TOKEN:
+        case Merge.NONE | Merge.TOKEN | Merge.TEXT:
             plan = plan_microbatches([row.num_computed for row in rows], max_tokens)
             return [SideBySide(tuple(places), [rows[place] for place in places]) for places in plan]
         case Merge.TREE:

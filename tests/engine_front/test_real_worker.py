@@ -227,6 +227,46 @@ def test_the_journal_alone_gives_the_weights_bit_for_bit(real: Served, tmp_path:
     shutil.rmtree(again)
 
 
+def test_an_engine_that_merges_by_text_trains_dropped_thoughts_in_one_row_and_replays_it(tmp_path: Path) -> None:
+    """Two turns whose thoughts the template drops: one row an episode, and how much of it no sampler saw."""
+    run_dir = tmp_path / "run"
+    model = build_tiny_model(run_dir / "models" / "tiny", max_position_embeddings=2048)
+    thinks = "{%- if message['reasoning_content'] %}"
+    assert thinks in TOOLS_AND_THINKING
+    template = TOOLS_AND_THINKING.replace(thinks, "{%- if message['reasoning_content'] and loop.last %}")
+    (model / "chat_template.jinja").write_text(template)
+    config = {
+        **CONFIG,
+        "policies": {"policy": {"model": "tiny"}},
+        "sampler": {"backend": "scripted", "max_tokens": 100},
+        "trainer": {"group_size": 2, "tasks_per_update": 1, "checkpoint_every": 2, "merge": "text"},
+    }
+    replies = ["<think>\nhm\n</think>\n\nok<|im_end|>", "<think>\nso\n</think>\n\nyes<|im_end|>"]
+    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+        client.start(config, wait=True)
+        for reward in (0.0, 1.0):
+            with client.episode("t", script=replies) as episode:
+                messages = [*HI]
+                for _ in replies:
+                    messages += [dict(episode.chat(messages).message), *HI]
+                episode.end(reward=reward)
+        while client.status().step == 0:
+            assert client.status().state is not EngineState.FAILED, client.status().reason
+        assert len(client.timelines(episode.episode_id, merge="token")) == 2
+        (row,) = client.timelines(episode.episode_id, merge="text")
+        (metrics,) = [event.payload["metrics"] for event in client.events(follow=False) if event.kind == "step"]
+        client.stop()
+        trained = weights_of(run_dir)
+        shutil.rmtree(run_dir / "checkpoints")
+        client.start(wait=True)
+        client.checkpoint()
+        assert weights_of(run_dir) == trained
+    assert len(row["call_ids"]) == 2
+    assert row["num_changed_tokens"] > 0
+    assert metrics["changed_tokens"] == 2 * row["num_changed_tokens"]
+    assert metrics["merge_ratio"] > 1
+
+
 def test_the_shipped_tokenizer_is_read_as_transformers_reads_it() -> None:
     from transformers import AutoTokenizer
 

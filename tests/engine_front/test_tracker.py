@@ -15,6 +15,7 @@ from swarm_engine.config import Merge
 from swarm_engine.merger import merge
 from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.codec import ChatCodec, ChatTemplate
+from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.messages import Message, parse_messages
 from swarm_engine.tracker.replies import Answer
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
@@ -429,7 +430,8 @@ def test_every_row_is_the_prompt_that_was_served_and_the_ids_that_came_back(temp
     record = chat.record()
     shown = EpisodeBlocks(record, chat.codec)
     for how in Merge:
-        timelines = merge(record.episode.timelines(), how)
+        episode = with_continuations(record, chat.codec) if how is Merge.TEXT else record.episode
+        timelines = merge(episode.timelines(), how)
         trained = sum(timeline.num_trained for timeline in timelines)
         assert trained == sum(len(call.completion_ids) for call in calls if call.untrained_because is None)
         for timeline in timelines:

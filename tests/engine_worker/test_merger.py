@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_engine.config import Merge
 from swarm_engine.merger import merge
-from swarm_engine.types import Span, Timeline
+from swarm_engine.merger.text import num_differing
+from swarm_engine.types import Continuation, Span, Timeline
 
 
 def line(prompt: tuple[int, ...], reply: tuple[int, ...], call: str, agent: str = "main") -> Timeline:
@@ -82,6 +85,51 @@ def test_a_retry_that_drew_the_same_words_is_trained_twice() -> None:
     lines = [line((7,), (1, 2), "c1"), line((7,), (1, 2), "c2"), line((7, 1, 2, 3), (4,), "c3")]
     merged = merge(lines, Merge.TOKEN)
     assert [[span.call_id for span in kept.spans] for kept in merged] == [["c1"], ["c2", "c3"]]
+
+
+def continuing(base: Timeline, later: Timeline, start: int) -> Timeline:
+    return replace(later, continues=Continuation(base.spans[0].call_id, start))
+
+
+def test_by_text_each_call_adds_its_own_behind_what_was_sampled() -> None:
+    """The history tells (1, 2, 3) as (3): the row has all three, and the later prompt's own 9 behind them."""
+    first = line((7, 8), (1, 2, 3), "c1")
+    second = continuing(first, line((7, 8, 3, 9), (5, 6), "c2"), 3)
+    third = continuing(second, line((7, 8, 3, 9, 6, 9), (4,), "c3"), 5)
+    (merged,) = merge([first, second, third], Merge.TEXT)
+    assert merged.tokens == (7, 8, 1, 2, 3, 9, 5, 6, 9, 4)
+    assert [(span.start, span.call_id) for span in merged.spans] == [(2, "c1"), (6, "c2"), (9, "c3")]
+    assert merged.num_changed == 2 + 1
+
+
+def test_of_two_that_continue_a_call_the_later_one_takes_it_in_and_the_other_stays_as_served() -> None:
+    first = line((7,), (1, 2), "c1")
+    left = continuing(first, line((7, 2, 3), (4,), "c2"), 2)
+    right = continuing(first, line((7, 2, 5), (6,), "c3"), 2)
+    assert merge([first, left, right], Merge.TEXT)[0] == left
+    assert merge([first, left, right], Merge.TEXT)[1].tokens == (7, 1, 2, 5, 6)
+
+
+def test_by_text_agents_and_calls_that_continue_nothing_stay_apart() -> None:
+    first = line((7,), (1,), "c1", "x")
+    second = continuing(first, line((7, 1), (2,), "c2", "y"), 2)
+    third = line((7, 1), (3,), "c3", "x")
+    assert merge([first, second, third], Merge.TEXT) == (first, second, third)
+
+
+@pytest.mark.parametrize(
+    ("some", "others", "count"),
+    [
+        ((), (), 0),
+        ((1, 2), (1, 2), 0),
+        ((1, 2, 3), (1, 3), 1),
+        ((1, 2, 3), (1, 4, 5, 3), 2),
+        ((1, 1), (1,), 1),
+        ((), (5,), 1),
+    ],
+)
+def test_what_differs_lies_between_the_common_ends(some: tuple[int, ...], others: tuple[int, ...], count: int) -> None:
+    assert num_differing(some, others) == num_differing(others, some) == count
 
 
 def test_none_leaves_everything_as_it_was() -> None:

@@ -1,0 +1,179 @@
+"""Which call goes on from which by what was said, and what merging by it gives, with every family of templates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from chat_templates import KINDS
+from chats import TOOLS, WITH_TOOLS, Chat, call_text, final_text, sent_back, user
+
+from swarm_engine.config import History, Merge
+from swarm_engine.merger import merge
+from swarm_engine.tracker.blocks import EpisodeBlocks
+from swarm_engine.tracker.continuations import with_continuations
+from swarm_engine.tracker.messages import parse_tools
+from swarm_engine.types import Author, FinishReason, Timeline, Untrained
+
+THOUGHTS = {
+    "qwen3": "<think>\nhm, {}\n</think>\n\nI say {}.<|im_end|>",
+    "qwen3_opened": "hm, {}\n</think>\n\nI say {}.<|im_end|>",
+    "deepseek": "hm, {}\n</think>I say {}.<｜end▁of▁sentence｜>",
+    "harmony": "<|channel|>analysis<|message|>hm, {}<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>I say {}.<|return|>",
+}
+"""Replies of the families that drop reasoning from history."""
+
+
+def by_text(chat: Chat, *, ignore_tools: bool = False) -> tuple[Timeline, ...]:
+    return merge(with_continuations(chat.record(), chat.codec, ignore_tools=ignore_tools).timelines(), Merge.TEXT)
+
+
+def converse(chat: Chat, replies: list[str]) -> Chat:
+    chat.messages = [user("hi")]
+    for reply in replies:
+        chat.turn(reply, user("go"))
+    return chat
+
+
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_replies_whose_thoughts_left_history_are_one_row_with_their_thoughts_back(kind: str) -> None:
+    """The row is the one that `history: append` would have served and recorded."""
+    replies = [THOUGHTS[kind].format(number, number) for number in range(3)]
+    chat = converse(Chat(kind), replies)
+    assert len(chat.rows()) == 3
+    (row,) = by_text(chat)
+    (appended,) = converse(Chat(kind, History.APPEND), replies).rows()
+    assert row.tokens == appended.tokens
+    assert row.spans == appended.spans
+    assert row.num_changed > 0
+    assert chat.codec.show(row.tokens).count("hm, ") == 3
+
+
+@pytest.mark.parametrize("kind", WITH_TOOLS)
+def test_a_call_of_a_tool_and_its_result_are_one_row(kind: str) -> None:
+    chat = Chat(kind, tools=TOOLS)
+    chat.messages = [user("hi")]
+    chat.turn(call_text(kind))
+    chat.messages += chat.results("17")
+    chat.turn(final_text(kind, "It is 17."), user("go"))
+    chat.turn(final_text(kind, "Still."))
+    (row,) = by_text(chat)
+    assert [span.call_id for span in row.spans] == ["e-0", "e-1", "e-2"]
+    for span in row.spans:
+        assert row.tokens[span.start : span.end] == chat.served[span.call_id][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_history_keeps_its_tokens_text_merges_as_tokens_do(kind: str) -> None:
+    chat = converse(Chat(kind, History.APPEND), [final_text(kind, text) for text in ("ok  \n", "  né 😊", "a\n\nb")])
+    (row,) = by_text(chat)
+    assert replace(row, continues=None) == replace(chat.rows()[0], continues=None)
+    assert row.num_changed == 0
+
+
+def test_the_changed_tokens_are_those_that_left_history() -> None:
+    """By hand: of `<think>\\nhm\\n</think>\\n\\nok` the template drops all but `ok` and writes no empty block."""
+    chat = Chat("qwen3")
+    chat.messages = [user("hi")]
+    chat.turn("<think>\nhm\n</think>\n\nok<|im_end|>", user("go"))
+    chat.turn("<think>\nso\n</think>\n\nyes<|im_end|>")
+    (row,) = by_text(chat)
+    dropped = chat.codec.encode("<think>\nhm\n</think>\n\n")
+    assert row.num_changed == len(dropped)
+    assert len(row.tokens) == sum(map(len, chat.served["e-1"])) + len(dropped)
+
+
+def test_a_retry_with_another_tool_call_never_gets_the_result_of_the_first() -> None:
+    """Contents are equal (empty), calls are not: the row holds the call that was answered, the other stands apart."""
+    chat = Chat("qwen25", tools=TOOLS)
+    (first,) = chat.ask(user("hi"))
+    (second,) = chat.ask(user("hi"))
+    kept = chat.finish(first, chat.codec.encode(call_text("qwen25", '{"q": "left"}')))
+    chat.finish(second, chat.codec.encode(call_text("qwen25", '{"q": "right"}')))
+    chat.messages = [user("hi"), sent_back(kept)]
+    chat.messages += chat.results("17")
+    chat.turn(final_text("qwen25", "It is 17."))
+    rows = by_text(chat)
+    assert [[span.call_id for span in row.spans] for row in rows] == [["e-1"], ["e-0", "e-2"]]
+    assert "left" in chat.codec.show(rows[1].tokens)
+    assert "right" not in chat.codec.show(rows[1].tokens)
+    assert chat.calls()[1].untrained_because is Untrained.UNUSED_RETRY
+
+
+def test_choices_with_one_text_and_other_tokens_are_all_kept() -> None:
+    chat = Chat("qwen25")
+    drafts = chat.ask(user("hi"), num_choices=2)
+    whole, apart = chat.codec.encode("the"), tuple(b"the")
+    assert whole != apart
+    end = chat.codec.encode("<|im_end|>")
+    for draft, sampled in zip(drafts, (whole + end, apart + end), strict=True):
+        chat.finish(draft, sampled)
+    rows = by_text(chat)
+    assert [row.tokens[span.start : span.end] for row in rows for span in row.spans] == [whole + end, apart + end]
+
+
+def test_of_equal_replies_the_one_that_is_trained_is_continued() -> None:
+    chat = Chat("qwen3")
+    first, second = (chat.ask(user("hi"))[0] for _ in range(2))
+    for draft, thought in ((first, "left"), (second, "right")):
+        answer = chat.finish(draft, chat.codec.encode(THOUGHTS["qwen3"].format(thought, "it")))
+    chat.messages = [user("hi"), sent_back(answer), user("go")]
+    chat.turn(THOUGHTS["qwen3"].format("so", "that"))
+    rows = by_text(chat)
+    assert [[span.call_id for span in row.spans if span.is_trained] for row in rows] == [[], ["e-1", "e-2"]]
+    assert "right" in chat.codec.show(rows[1].tokens)
+
+
+def test_agents_stay_apart_though_they_say_the_same() -> None:
+    chat = Chat("qwen3")
+    messages = [user("hi")]
+    for agent in ("white", "black"):
+        draft = chat.tracker.draft(agent, messages)
+        (numbered,) = chat.tracker.number(draft)
+        answer = chat.finish(numbered, chat.codec.encode("<think>\nhm\n</think>\n\nok<|im_end|>"))
+        messages = [user("hi"), sent_back(answer), user("go")]
+    rows = by_text(chat)
+    assert [row.agent for row in rows] == ["white", "black"]
+    assert [len(row.spans) for row in rows] == [1, 1]
+
+
+def test_calls_that_were_offered_other_tools_join_only_where_tools_are_ignored() -> None:
+    chat = Chat("qwen25", tools=TOOLS)
+    chat.messages = [user("hi")]
+    chat.turn(final_text("qwen25", "ok"), user("go"))
+    chat.tools = parse_tools([])
+    chat.turn(final_text("qwen25", "yes"))
+    assert len(by_text(chat)) == 2
+    (row,) = by_text(chat, ignore_tools=True)
+    assert "look" in chat.codec.show(row.tokens), "its context is the first call's"
+    assert row.num_changed > 0
+
+
+def test_a_reply_that_was_cut_off_or_thrown_away_is_nobodys_history() -> None:
+    chat = Chat("qwen25")
+    (draft,) = chat.ask(user("hi"))
+    answer = chat.finish(draft, chat.codec.encode("ok"), FinishReason.CANCELLED)
+    chat.messages = [user("hi"), sent_back(answer), user("go")]
+    chat.turn(final_text("qwen25", "yes"))
+    assert len(by_text(chat)) == 2
+
+
+def test_prompts_of_token_ids_continue_each_other_by_their_ids() -> None:
+    chat = Chat("qwen25")
+    for prompt, reply in (((5, 6), (7,)), ((5, 6, 7, 8), (9,)), ((5, 6, 8), (9,))):
+        (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", prompt))
+        chat.finish(draft, reply)
+    assert [row.tokens for row in by_text(chat)] == [(5, 6, 7, 8, 9), (5, 6, 8, 9)]
+
+
+def test_blocks_of_a_joined_row_show_who_wrote_what() -> None:
+    chat = converse(Chat("qwen3"), [THOUGHTS["qwen3"].format("so", "A"), THOUGHTS["qwen3"].format("then", "B")])
+    (row,) = by_text(chat)
+    blocks = EpisodeBlocks(chat.record(), chat.codec).blocks(row)
+    assert sum((block.token_ids for block in blocks), ()) == row.tokens
+    assert [block.text for block in blocks if block.author is Author.LLM] == [
+        "<think>\nhm, so\n</think>\n\nI say A.<|im_end|>",
+        "<think>\nhm, then\n</think>\n\nI say B.<|im_end|>",
+    ]
+    assert all(all(block.loss_mask) is (block.author is Author.LLM) for block in blocks)
