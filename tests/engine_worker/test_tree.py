@@ -210,6 +210,7 @@ def transformers_model(family: str, implementation: str, **changes: Any) -> Any:
     """A small random model, float64 through its norms too: transformers computes those in float32 otherwise."""
     config = AutoConfig.for_model(family, **SMALL, **changes)
     torch.manual_seed(0)
+    config._experts_implementation = "eager"  # the grouped kernel takes no float64
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double().train()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -286,6 +287,16 @@ def test_models_of_transformers_compute_the_same_on_a_tree(name: str, is_checkpo
         on_tree.gradient_checkpointing_enable({"use_reentrant": False})
     rows = rows_of_ids(1)
     assert distance(laid_over_each_other(on_tree, rows), row_by_row(model, rows)) < LIMIT
+
+
+def test_experts_are_chosen_token_by_token_so_a_mixture_computes_the_same_on_a_tree() -> None:
+    """transformers takes the router's softmax in float32, so only its digits agree."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    model, on_tree = both_ways("qwen3_moe", **experts)
+    rows = rows_of_ids(1)
+    expected = row_by_row(model, rows)
+    assert any("experts" in name for name, _ in model.named_parameters())
+    assert distance(laid_over_each_other(on_tree, rows), expected) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
