@@ -4,7 +4,7 @@
                                  [--json FILE]
 
 For each set of trajectories.py and each mode: tokens computed, CPU time of one thread, peak memory above start. Ratios
-are of medians over interleaved repetitions, with the interval of the paired ratios; beside them stands the limit that
+are of medians over interleaved repetitions, with a bootstrap interval over these; beside them stands the limit that
 the floating-point operations alone would allow. Modes:
 
 - `padded`: calls of alike length side by side, with padding;
@@ -37,7 +37,7 @@ import torch
 from rows import Row, show, show_promises, write_rows
 from trajectories import SETS, VOCAB_SIZE, Batch, group
 
-from experiments_db.intervals import Interval, t_interval
+from experiments_db.intervals import Interval
 from swarm_engine.config import Merge
 from swarm_engine.merger import merge
 from swarm_engine.merger.trie import Ints, Node, Trie, build_trie
@@ -69,6 +69,8 @@ MIN_AGAINST_PACKED = {"react x8": 10.0, "compaction x8": 7.0, "thinking x8": 5.0
 MIN_AGAINST_TOKEN = {"thinking x8": 5.0, "thinking agents x8": 2.8}
 MIN_AGAINST_BEST = 0.97
 """Which the interval of the ratio to the best other mode with the same gradients includes or exceeds, on every set."""
+MIN_REPETITIONS, NUM_DRAWS = 3, 4000
+"""For an interval: from how many repetitions on, and how often they are drawn again."""
 MAX_MEMORY_SHARE = 1 / 3
 MAX_TRIE_S = 1.0
 QUICK_SETS = ("react x1", "thinking x1", "compaction x1", "wide group x16")
@@ -257,12 +259,16 @@ class Measured:
         return sum(unit.num_computed for unit in self.units[mode])
 
     def ratio(self, mode: Mode) -> Interval:
-        """How many times as long as the tree a mode takes: of the medians, with the interval of the paired ratios."""
-        pairs = [one / tree for one, tree in zip(self.times_s[mode], self.times_s[Mode.TREE], strict=True)]
-        spread = t_interval(pairs)
-        assert spread, "there is at least one repetition"
-        ratio = statistics.median(self.times_s[mode]) / statistics.median(self.times_s[Mode.TREE])
-        return Interval(ratio, spread.low, spread.high, len(pairs))
+        """How many times as long as the tree a mode takes, of medians; the interval is drawn from the repetitions."""
+        times_R_2 = np.array([self.times_s[mode], self.times_s[Mode.TREE]]).T
+        num = len(times_R_2)
+        ratio = float(np.divide(*np.median(times_R_2, axis=0)))
+        if num < MIN_REPETITIONS:
+            return Interval(ratio, None, None, num)
+        drawn = np.random.default_rng(0).integers(num, size=(NUM_DRAWS, num))
+        medians_D_2 = np.median(times_R_2[drawn], axis=1)
+        low, high = np.quantile(medians_D_2[:, 0] / medians_D_2[:, 1], (0.025, 0.975))
+        return Interval(ratio, float(low), float(high), num)
 
     def limit(self, mode: Mode) -> float:
         """The ratio that the operations alone would allow."""

@@ -15,8 +15,9 @@ from swarm_engine.seeding import derive_seed
 from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Seat
 from swarm_engine.server.worker_link import Generation, WorkerLink
+from swarm_engine.tracker.answers import Answer, Delta, ToolCallDelta
 from swarm_engine.tracker.messages import Message
-from swarm_engine.tracker.replies import Answer, Delta, ReplyReader, ToolCallDelta
+from swarm_engine.tracker.replies import ReplyReader
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Episode, FinishReason, Mode, Outcome, SamplingParams, Untrained
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from swarm_engine.errors import BadRequestError
+from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message, Tool
-from swarm_engine.tracker.replies import Answer
 from swarm_engine.tracker.tracker import CallNote, EpisodeRecord
 from swarm_engine.types import Author, Block, Call, Timeline
 

@@ -8,9 +8,6 @@ tool's result. In the content of an assistant's message markers that are not fla
 read them, for instance to drop earlier reasoning.
 
 What a template takes and how it writes reasoning and tool calls is asked of the template itself; see `formats`.
-
-Templates run sandboxed with the settings of transformers' `apply_chat_template` (its source, version 5.24, is the only
-specification there is).
 """
 
 from __future__ import annotations
@@ -24,18 +21,19 @@ from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from swarm_engine.errors import BadRequestError, ContextLengthError, TokenizerError, UnsupportedError
+from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.forcing import forced_call, formed_answer
 from swarm_engine.tracker.formats import ANY, Reasoning, beyond, find_format, tag_pattern
+from swarm_engine.tracker.markup import Markup
 from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message, Tool
-from swarm_engine.tracker.replies import Answer, Markup, ReplyReader
+from swarm_engine.tracker.replies import ReplyReader
+from swarm_engine.tracker.template import ChatTemplate, RawArguments, simpler_message, template_of
+from swarm_engine.tracker.token_bytes import byte_reader, fallback_bytes
 
 if TYPE_CHECKING:
     from swarm_engine.tracker.tracker import Draft
@@ -55,88 +53,6 @@ SHRINKING = (" " * 64, "\n\t " * 24, "e\u0301" * 24, "\u1112\u1161\u11ab" * 24)
 
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 """The ids that some templates insist on."""
-
-
-class RawArguments(str):
-    """Arguments that are no JSON object, as the model wrote them; a template's `tojson` leaves them as they are."""
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for other tools; here it is just its body."""
-
-    tags: set[str] = {"generation"}  # noqa: RUF012  # the base class declares it so
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    if isinstance(value, RawArguments):
-        return str(value)
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    # Escaped, our own characters would become text that the model reads.
-    return text.replace("\\ufdd0", BREAKER).replace("\\ufdd1", SENTINEL) if ensure_ascii else text
-
-
-class ChatTemplate:
-    """A model's chat template, rendered in a sandbox."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime) -> None:
-        """Compile a template.
-
-        Args:
-            source: Jinja source.
-            special_tokens: `bos_token` and the like, by name.
-            now: what `strftime_now` shows; fixed, so that a run that goes on tomorrow renders the same.
-
-        Raises:
-            TokenizerError: the source is no valid template.
-        """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = now.strftime
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TokenizerError(
-                f"the chat template is not valid Jinja ({error})", "check the model's folder"
-            ) from error
-        self._special_tokens = dict(special_tokens)
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, add_generation_prompt: bool) -> str:
-        """The conversation as the model reads it.
-
-        Raises:
-            BadRequestError: the template refuses these messages.
-        """
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=list(tools) or None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
-            raise BadRequestError(
-                f"the model's chat template refuses these messages ({error})",
-                "check the order of the roles and which roles this model knows",
-                code="template_refused",
-                param="messages",
-            ) from error
 
 
 class ChatCodec:
@@ -170,7 +86,7 @@ class ChatCodec:
                 f"the control token {short[0]!r} is a single character, so text that holds it can't be told from it",
                 "use another tokenizer",
             )
-        self._to_bytes = _byte_reader(parsed)
+        self._to_bytes = byte_reader(parsed)
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
         self._encode_piece = lru_cache(maxsize=16384)(self.encode_text)
         self._max_token_bytes = self._longest_token()
@@ -203,7 +119,7 @@ class ChatCodec:
             config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
             template_file = folder / "chat_template.jinja"
             source = (
-                template_file.read_text(encoding="utf-8") if template_file.exists() else _template_of(config, folder)
+                template_file.read_text(encoding="utf-8") if template_file.exists() else template_of(config, folder)
             )
         except (OSError, ValueError) as error:
             raise TokenizerError(
@@ -347,7 +263,7 @@ class ChatCodec:
         try:
             return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
         except BadRequestError:
-            simpler = [_simpler(message) for message in messages]
+            simpler = [simpler_message(message) for message in messages]
             if simpler == list(messages):
                 raise
             return self.template.render(simpler, tools, add_generation_prompt=add_generation_prompt)
@@ -461,7 +377,7 @@ class ChatCodec:
 
     def _longest_token(self) -> float:
         """The most bytes of text that become one token."""
-        is_byte_level = self._to_bytes is not _fallback_bytes
+        is_byte_level = self._to_bytes is not fallback_bytes
         longest = max(len(token) if is_byte_level else len(token.encode()) for token in self._plain.get_vocab())
         shrinks = 1.0
         for text in SHRINKING:
@@ -561,19 +477,6 @@ END_OF_ARGUMENTS = re.compile(r'\A"\s*\}')
 """What JSON writes after the last value of a stand-in's arguments."""
 
 
-def _simpler(message: Message) -> Message:
-    """A message without what some templates refuse: reasoning beside calls, arguments that are no object."""
-    simpler = {key: item for key, item in message.items() if key not in ("reasoning_content", "reasoning", "thinking")}
-    if calls := message.get("tool_calls"):
-        simpler["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": {"arguments": str(call["function"]["arguments"])}}}
-            if isinstance(call["function"]["arguments"], RawArguments)
-            else call
-            for call in calls
-        ]
-    return simpler
-
-
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
@@ -592,49 +495,3 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [_map_strings(item, change) for item in value]
     return value
-
-
-def _template_of(config: Mapping[str, Any], folder: Path) -> str:
-    """The chat template inside tokenizer_config.json: a text, or a list of named ones."""
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {one["name"]: one["template"] for one in template}
-        template = named.get("default")
-    if not isinstance(template, str):
-        raise TokenizerError(
-            f"{folder} holds no chat template", "add chat_template.jinja, or use an instruct version of the model"
-        )
-    return template
-
-
-def _byte_reader(parsed: Mapping[str, Any]) -> Callable[[str], bytes]:
-    """How this tokenizer's vocabulary spells bytes.
-
-    Raises:
-        TokenizerError: neither byte-level nor with a byte for every fallback.
-    """
-    decoder = parsed.get("decoder") or {}
-    kinds = {decoder.get("type")} | {one.get("type") for one in decoder.get("decoders", ())}
-    if "ByteLevel" in kinds:
-        alphabet = _byte_alphabet()
-        return lambda token: bytes(alphabet[char] for char in token)
-    if "ByteFallback" in kinds:
-        return _fallback_bytes
-    raise TokenizerError(
-        f"the tokenizer's decoder is {decoder.get('type')!r}, which can't be read token by token",
-        "use a byte-level tokenizer, or one with byte fallback",
-    )
-
-
-def _fallback_bytes(token: str) -> bytes:
-    match = re.fullmatch(r"<0x([0-9A-F]{2})>", token)
-    return bytes([int(match.group(1), 16)]) if match else token.replace("\u2581", " ").encode()
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Byte by the printable character that byte-level tokenizers write for it (the GPT-2 table)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(0x100 + offset): byte for offset, byte in enumerate(others)})
-    return table

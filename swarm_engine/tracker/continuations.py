@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swarm_engine.errors import BadRequestError
+from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message, Tool, extend_digest, prefix_digests
-from swarm_engine.tracker.replies import Answer
 from swarm_engine.tracker.tracker import CallNote, EpisodeRecord
 from swarm_engine.types import Call, Continuation, Episode, FinishReason
 

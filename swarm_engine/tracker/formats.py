@@ -338,10 +338,13 @@ class _Probe:
         return one[cut:]
 
 
+LOOKS_LIKE_A_TAG = r"<[^<>\s]{1,60}>|\[/?[A-Z_]+\]"
+
+
 def tag_pattern(added: Sequence[str]) -> re.Pattern[str]:
     """Control tokens, and what looks like a tag."""
     longest_first = sorted(added, key=len, reverse=True)
-    return re.compile("|".join([*map(re.escape, longest_first), r"<[^<>\s]{1,60}>", r"\[/?[A-Z_]+\]"]))
+    return re.compile("|".join([*map(re.escape, longest_first), LOOKS_LIKE_A_TAG]))
 
 
 def beyond(prompt: str, whole: str, tag: re.Pattern[str]) -> str:

@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 
 from swarm_engine.config import History
 from swarm_engine.errors import BadRequestError
+from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.codec import ChatCodec, mark_of
 from swarm_engine.tracker.messages import Message, Tool, extend_digest, prefix_digests
-from swarm_engine.tracker.replies import Answer
 from swarm_engine.types import Call, Episode, FinishReason, Untrained
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from tiny_tokenizer import make_tokenizer
 
-from swarm_engine.tracker.codec import ChatCodec, ChatTemplate
+from swarm_engine.tracker.codec import ChatCodec
+from swarm_engine.tracker.template import ChatTemplate
 
 NOW = datetime(2026, 3, 4, tzinfo=UTC)
 

@@ -10,9 +10,9 @@ from chat_templates import CODECS, KINDS
 
 from swarm_engine.config import History, Merge
 from swarm_engine.merger import merge
+from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
-from swarm_engine.tracker.replies import Answer
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Call, Episode, FinishReason, Mode, Outcome, Timeline
 

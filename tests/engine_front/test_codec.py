@@ -23,9 +23,11 @@ from tiny_tokenizer import (
 )
 
 from swarm_engine.errors import BadRequestError, ContextLengthError, TokenizerError
-from swarm_engine.tracker.codec import ChatCodec, ChatTemplate
+from swarm_engine.tracker.answers import TextDelta
+from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message, parse_messages
-from swarm_engine.tracker.replies import ReplyReader, TextDelta
+from swarm_engine.tracker.replies import ReplyReader
+from swarm_engine.tracker.template import ChatTemplate
 
 NOW = datetime(2026, 3, 4, tzinfo=UTC)
 ABC, AB, THE = 259, 256, 258

@@ -17,12 +17,12 @@ from tiny_tokenizer import ids
 from swarm_engine.config import History, Merge
 from swarm_engine.errors import BadRequestError, TokenizerError, UnsupportedError
 from swarm_engine.merger import merge
+from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.conformance import check_conformance
 from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.messages import BREAKER, Message, parse_messages, parse_tools
-from swarm_engine.tracker.replies import Answer
 from swarm_engine.tracker.tracker import EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Author, FinishReason, Untrained
 

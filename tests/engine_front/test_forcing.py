@@ -11,8 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tiny_tokenizer import ids, make_tokenizer
 
 from swarm_engine.errors import UnsupportedError
+from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
-from swarm_engine.tracker.replies import Answer
 from swarm_engine.tracker.tracker import EpisodeTracker
 
 SCHEMA = {

@@ -12,10 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import ids
 
+from swarm_engine.tracker.answers import Answer, Delta, ReasoningDelta, TextDelta, ToolCallDelta, join
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.formats import Family
 from swarm_engine.tracker.messages import parse_messages, parse_tools
-from swarm_engine.tracker.replies import Answer, Delta, ReasoningDelta, ReplyReader, TextDelta, ToolCallDelta, join
+from swarm_engine.tracker.replies import ReplyReader
 from swarm_engine.tracker.tracker import EpisodeTracker
 
 TOOLS = parse_tools(

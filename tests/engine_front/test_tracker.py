@@ -13,11 +13,12 @@ from tiny_tokenizer import CHATML, END_ID, PAD_ID, START_ID, THINK_ID, UNTHINK_I
 
 from swarm_engine.config import Merge
 from swarm_engine.merger import merge
+from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.blocks import EpisodeBlocks
-from swarm_engine.tracker.codec import ChatCodec, ChatTemplate
+from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.messages import Message, parse_messages
-from swarm_engine.tracker.replies import Answer
+from swarm_engine.tracker.template import ChatTemplate
 from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Author, Call, Episode, FinishReason, Mode, Outcome
 

@@ -14,8 +14,8 @@ from typing import Any
 from swarm_engine.errors import BadRequestError, SwarmEngineError
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
+from swarm_engine.tracker.answers import ReasoningDelta, TextDelta, ToolCallDelta
 from swarm_engine.tracker.messages import parse_messages, parse_tools
-from swarm_engine.tracker.replies import ReasoningDelta, TextDelta, ToolCallDelta
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20

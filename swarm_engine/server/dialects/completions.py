@@ -16,7 +16,7 @@ from typing import Any
 from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError, shown
 from swarm_engine.server.dialects import chat, fields, writing
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
-from swarm_engine.tracker.replies import TextDelta
+from swarm_engine.tracker.answers import TextDelta
 from swarm_engine.types import FinishReason
 
 MAX_LOGPROBS = 20

@@ -28,6 +28,7 @@ from swarm_engine.server.episodes import (
     RunningCall,
     ToolChoice,
 )
+from swarm_engine.tracker.answers import Delta, ReasoningDelta, TextDelta
 from swarm_engine.tracker.messages import (
     Message,
     Tool,
@@ -38,7 +39,6 @@ from swarm_engine.tracker.messages import (
     read_object,
     read_text,
 )
-from swarm_engine.tracker.replies import Delta, ReasoningDelta, TextDelta
 from swarm_engine.types import FinishReason
 
 INVALID = "INVALID_JSON"

@@ -18,8 +18,8 @@ from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.dialects.chat import MAX_TOP_LOGPROBS
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
+from swarm_engine.tracker.answers import Delta, ReasoningDelta, TextDelta
 from swarm_engine.tracker.messages import Message, parse_messages, parse_tools, read_text
-from swarm_engine.tracker.replies import Delta, ReasoningDelta, TextDelta
 from swarm_engine.types import FinishReason
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
