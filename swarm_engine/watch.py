@@ -50,7 +50,7 @@ def status_lines(status: Status) -> list[str]:
 
 
 def timeline_lines(timelines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Contexts block by block; sampled blocks show how many of their tokens are trained."""
+    """Contexts block by block; sampled blocks show how many of their tokens are trained, or why none is."""
     lines = []
     for number, timeline in enumerate(timelines):
         shared = f", {timeline['num_shared_tokens']} tokens shared" if timeline.get("num_shared_tokens") else ""
@@ -58,6 +58,8 @@ def timeline_lines(timelines: Sequence[Mapping[str, Any]]) -> list[str]:
         for block in timeline["blocks"]:
             trained = sum(block["loss_mask"])
             counts = f"{len(block['token_ids'])} tokens" + (f", {trained} trained" if trained else "")
+            if because := block["untrained_because"]:
+                counts += f", not trained: {because.replace('_', ' ')}"
             lines.append(f"  [{block['author']} {block['role']}, {counts}] {block['text']!r}")
     return lines
 

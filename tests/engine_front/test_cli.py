@@ -50,6 +50,23 @@ def test_status_start_stop_export_and_timelines_of_a_server_in_its_run_folder(en
     assert "ROLLING at step 0" in swarm("start", *where)
 
 
+def test_timelines_say_why_a_reply_is_not_trained(engine: Served) -> None:
+    hi = [{"role": "user", "content": "hi"}]
+    with engine.client() as client, client.episode("t", mode=Mode.EVAL) as episode:
+        first = episode.chat(hi, max_tokens=2, temperature=0)
+        episode.chat([*hi, first.message, *hi], max_tokens=2)
+        episode.end(reward=1.0)
+        recorded = client.timelines(episode.episode_id)
+        (merged,) = client.timelines(episode.episode_id, merge="token")
+    reasons = [
+        [block["untrained_because"] for block in timeline["blocks"] if block["author"] == "llm"]
+        for timeline in (*recorded, merged)
+    ]
+    assert reasons == [["greedy"], [None, None], ["greedy", None]]
+    shown = swarm("timelines", episode.episode_id, "--run-dir", str(engine.run_dir)).splitlines()
+    assert sum("tokens, not trained: greedy]" in line for line in shown) == 1
+
+
 def test_a_server_is_found_by_url_and_token_file_too(engine: Served, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(engine.tokens["observer"])
