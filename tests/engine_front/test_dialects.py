@@ -1627,6 +1627,61 @@ def test_a_tool_whose_schema_no_grammar_follows_is_named_where_the_grammar_needs
         assert answer.status_code == 200, answer.text
 
 
+def chat_result(**of: str) -> dict[str, Any]:
+    return {"role": "tool", "content": "17", **of}
+
+
+def claude_result(call_id: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": "17"}]}
+
+
+CHAT_CALL = {"role": "assistant", "tool_calls": [A_CALL]}
+CLAUDE_CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+ITEM_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+ITEM_RESULT = {"type": "function_call_output", "call_id": "c", "output": "17"}
+ORPHANS: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {"messages": [chat_result(tool_call_id="c")]}, "messages[0].tool_call_id"),
+    ("chat/completions", {"messages": [*HI, chat_result()]}, "messages[1].tool_call_id"),
+    ("chat/completions", {"messages": [CHAT_CALL, chat_result(tool_call_id="d")]}, "messages[1].tool_call_id"),
+    ("chat/completions", {"messages": [chat_result(tool_call_id="c"), CHAT_CALL]}, "messages[0].tool_call_id"),
+    ("messages", {"messages": [claude_result("c")]}, "messages[0].content[0].tool_use_id"),
+    ("messages", {"messages": [*HI, CLAUDE_CALL, claude_result("d")]}, "messages[2].content[0].tool_use_id"),
+    ("messages/count_tokens", {"messages": [claude_result("c")]}, "messages[0].content[0].tool_use_id"),
+    ("responses", {"input": [ITEM_RESULT]}, "input[0].call_id"),
+    ("responses", {"input": [ITEM_CALL, {**ITEM_RESULT, "call_id": "d"}]}, "input[1].call_id"),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "place"), ORPHANS, ids=[place for _, _, place in ORPHANS])
+def test_a_result_that_answers_no_call_is_a_400_that_names_its_place(
+    played: Served, route: str, body: dict[str, Any], place: str
+) -> None:
+    with episode(played, "yes") as claimed:
+        answer = post(claimed, route, {"model": "m", **({"max_tokens": 9} if route == "messages" else {}), **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{place} is ")
+    assert "send the assistant's message with the call before its result" in error["message"]
+    assert error.get("param", place) == place
+
+
+def test_a_result_may_answer_a_call_of_any_message_before_it_and_a_legacy_one_names_none(played: Served) -> None:
+    messages = [
+        CHAT_CALL, chat_result(tool_call_id="c"), *HI, {**CHAT_CALL, "tool_calls": [{**A_CALL, "id": "d"}]},
+        chat_result(tool_call_id="c"), {"role": "function", "name": "f", "content": "17"},
+    ]  # fmt: skip
+    claude = [*HI, CLAUDE_CALL, claude_result("c"), CLAUDE_CALL, claude_result("c")]
+    with episode(played, "yes", "yes", "yes") as claimed:
+        for route, body in (
+            ("chat/completions", {"messages": messages}),
+            ("messages", {"messages": claude, "max_tokens": 9}),
+            ("responses", {"input": [ITEM_CALL, ITEM_RESULT, *HI]}),
+        ):
+            answer = post(claimed, route, {"model": "m", **body})
+            assert answer.status_code == 200, answer.text
+
+
 def test_json_cut_at_the_limit_is_not_repaired(played: Served) -> None:
     """B076."""
     text = '{"items":["a","b"]}'

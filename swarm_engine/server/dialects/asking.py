@@ -1,4 +1,4 @@
-"""What all APIs say in other words: which tools a reply may call, and which form it must have."""
+"""What all APIs say in other words: which call a result answers, which tools a reply may call, and its form."""
 
 from __future__ import annotations
 
@@ -10,6 +10,25 @@ from swarm_engine.server.dialects.fields import blaming
 from swarm_engine.server.episodes import Auto, Named, NoTools, Required, ToolChoice
 from swarm_engine.server.grammars import check_parameters, json_object_grammar, json_schema_grammar
 from swarm_engine.tracker.messages import Message
+
+
+def check_result(call_id: str | None, known: Collection[str], where: str) -> None:
+    """See that a tool's result answers a call; the templates would show the model an answer to nothing.
+
+    Args:
+        call_id: of the call that it answers; one without goes with any call, as legacy functions do.
+        known: ids of the calls before it. They are the caller's own: frameworks rename them.
+        where: place of the id in the request.
+    Raises:
+        BadRequestError: no call before it has this id.
+    """
+    if call_id not in known and (call_id is not None or not known):
+        made = f"those before it are {shortened(', '.join(map(shown, known)))}" if known else "there is none before it"
+        raise BadRequestError(
+            f"{where} is {shown(call_id)}, and no tool call has that id: {made}",
+            "send the assistant's message with the call before its result, or leave both out",
+            param=where,
+        )
 
 
 def openai_tool_choice(value: Any, tools: Sequence[Message]) -> ToolChoice:

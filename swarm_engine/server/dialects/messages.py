@@ -12,7 +12,7 @@ is sampled its input is held back until it is complete, for the SDK raises on in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,13 +305,16 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
         messages.append({"role": "system", "content": _system(system, "system")})
     if not raw.get("messages"):
         raise BadRequestError("messages must be a list with at least one message", param="messages")
+    known: set[str] = set()
+    """Ids of the calls so far."""
     for where, message in fields.items(raw["messages"], "messages"):
         check_fields(message, MESSAGE_FIELDS, where)
         match message.get("role"):
             case "user":
-                messages += _user(message.get("content"), f"{where}.content")
+                messages += _user(message.get("content"), f"{where}.content", known)
             case "assistant":
                 messages.append(_assistant(message.get("content"), f"{where}.content"))
+                known.update(call["id"] for call in messages[-1].get("tool_calls", ()))
             case "system":
                 messages.append({"role": "system", "content": _system(message.get("content"), f"{where}.content")})
             case role:
@@ -351,7 +354,7 @@ def _system(content: Any, where: str) -> str:
     return SYSTEM_SEPARATOR.join(_block_text(block, place) for place, block in _blocks(content, where))
 
 
-def _user(content: Any, where: str) -> list[dict[str, Any]]:
+def _user(content: Any, where: str, known: Collection[str]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     for place, block in _blocks(content, where):
@@ -361,7 +364,9 @@ def _user(content: Any, where: str) -> list[dict[str, Any]]:
         fields.flag(block, "is_error", where=place)
         inner = block.get("content")
         text = "" if inner is None else "".join(_block_text(*one[::-1]) for one in _blocks(inner, f"{place}.content"))
-        results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": text})
+        call_id = _field(block, "tool_use_id", place)
+        asking.check_result(call_id, known, f"{place}.tool_use_id")
+        results.append({"role": "tool", "tool_call_id": call_id, "content": text})
     if texts or not results:
         results.append({"role": "user", "content": "".join(texts)})
     return results

@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -305,7 +305,8 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     if unknown := [one for one in include if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING)]:
         raise UnsupportedError(f"include has {shown(unknown[0])}, which this server has nothing of", param="include")
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
-    history = (*_earlier(raw, episode), *parse_messages(_messages(raw.get("input"))))
+    earlier = _earlier(raw, episode)
+    history = (*earlier, *parse_messages(_messages(raw.get("input"), earlier)))
     instructions = fields.text(raw, "instructions")
     own = (
         parse_messages([{"role": "system", "content": read_text(instructions, "instructions")}]) if instructions else ()
@@ -413,17 +414,27 @@ def _tools(raw: Any) -> Any:
     return wrapped
 
 
-def _messages(raw: Any) -> list[dict[str, Any]]:
-    """Items as messages of chat completions."""
+def _messages(raw: Any, earlier: Sequence[Message]) -> list[dict[str, Any]]:
+    """Items as messages of chat completions, which go on from earlier ones."""
     if isinstance(raw, str):
         return [{"role": "user", "content": read_text(raw, "input")}]
     if not raw:
         raise BadRequestError("input must be a text or a list with at least one item", param="input")
+    known = _call_ids(earlier)
     messages: list[dict[str, Any]] = []
     for is_reply, group in groupby(fields.items(raw, "input"), lambda one: _is_reply(one[1])):
         items = list(group)
-        messages += _replies(items) if is_reply else [_other(item, where) for where, item in items]
+        if is_reply:
+            replies = _replies(items)
+            known |= _call_ids(replies)
+            messages += replies
+        else:
+            messages += [_other(item, where, known) for where, item in items]
     return messages
+
+
+def _call_ids(messages: Iterable[Message]) -> set[str]:
+    return {call["id"] for message in messages for call in message.get("tool_calls", ())}
 
 
 def _kind(item: Mapping[str, Any]) -> Any:
@@ -456,7 +467,8 @@ def _replies(items: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, A
             reply["content"] += _text(item.get("content"), f"{where}.content")
         else:
             function = {"name": read_text(item.get("name"), f"{where}.name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            call_id = read_text(item.get("call_id") or "", f"{where}.call_id")
+            call = {"id": call_id, "type": "function", "function": function}
             reply.setdefault("tool_calls", []).append(call)
     if not replies:
         replies.append({"role": "assistant", "content": ""})
@@ -469,13 +481,15 @@ def _add_thought(reply: dict[str, Any], thought: str) -> None:
         reply["reasoning_content"] = reply.get("reasoning_content", "") + thought
 
 
-def _other(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _other(item: Mapping[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     kind = _kind(item)
     if kind == "message":
         return {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
     if kind == "function_call_output":
         output = _text(item.get("output"), f"{where}.output")
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        call_id = read_text(item.get("call_id"), f"{where}.call_id")
+        asking.check_result(call_id, known, f"{where}.call_id")
+        return {"role": "tool", "tool_call_id": call_id, "content": output}
     raise UnsupportedError(
         f"{where} is an item of type {shown(kind)}",
         "this server takes message, reasoning, function_call and function_call_output",
