@@ -1112,8 +1112,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
     ("chat/completions", {"functions": [{"name": "f"}]}, "functions"),
-    ("chat/completions", {"response_format": {"type": "xml"}}, "response_format"),
-    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format"),
+    ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
+    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format.schema"),
     ("chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
     ("chat/completions", {"web_search_options": {}}, "web_search_options"),
     ("chat/completions", {"verbosity": "low"}, "verbosity"),
@@ -1124,20 +1124,25 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": ""}, "prompt"),
     ("completions", {"prompt": [1, -1]}, "prompt"),
     ("completions", {"top_p": 0.5}, "top_p"),
-    ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ("responses", {"input": []}, "input"),
     (
         "responses",
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0].content",
+        "input[0].content[0].type",
     ),
-    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-    ("responses", {"reasoning": {"effort": "high"}}, "reasoning"),
+    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ("responses", {"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ("responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
     ("responses", {"truncation": "auto"}, "truncation"),
     ("responses", {"background": True}, "background"),
     ("responses", {"conversation": "x"}, "conversation"),
-    ("responses", {"include": ["file_search_call.results"]}, "include"),
-    ("responses", {"text": {"verbosity": "low"}}, "text"),
+    ("responses", {"include": ["file_search_call.results"]}, "include[0]"),
+    ("responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+    ("responses", {"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ("responses", {"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
+    ("chat/completions", {"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+    ("chat/completions", {"stream_options": {"x": True}}, "stream_options.x"),
     ("responses", {"max_tool_calls": 3}, "max_tool_calls"),
     ("responses", {"temperature": 3}, "temperature"),
     *(
@@ -1715,10 +1720,10 @@ def test_a_schema_that_is_none_is_a_400_that_names_its_field(engine: Served) -> 
         bad = {"type": "nonsense"}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
         answer = post(claimed, "chat/completions", {**BODIES["chat/completions"], "response_format": form})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format.json_schema.schema")
         flat = {"format": {"type": "json_schema", "name": "x", "schema": bad}}
         answer = post(claimed, "responses", {**BODIES["responses"], "text": flat})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format.schema")
 
 
 def test_content_that_is_null_empty_or_missing_beside_calls_is_the_same_prompt(played: Served) -> None:

@@ -106,8 +106,8 @@ def _check_callable(tools: Sequence[Message], names: Collection[str]) -> None:
                 raise BadRequestError(f"{where} ({shown(function['name'])}): {error}", param=where) from error
 
 
-def form(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -> str | None:
-    """The grammar of an answer's form: text has none, else it is a JSON object, or what fits a schema.
+def answer_grammar(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -> str | None:
+    """The grammar that an answer is asked to follow: text has none, else it is a JSON object, or what fits a schema.
 
     Chat completions put the schema one level deeper than the other APIs. Tools that may be called in the answer's place
     are part of what the reply must follow.
@@ -120,11 +120,14 @@ def form(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -
         case {"type": "json_object"}:
             return json_object_grammar()
         case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:
-            return blaming(param, lambda: json_schema_grammar(schema))
+            place = f"{param}.json_schema.schema" if "json_schema" in value else f"{param}.schema"
+            return blaming(place, lambda: json_schema_grammar(schema))
         case {"type": "json_schema"}:
-            raise BadRequestError(f"{param} has no schema", "put the JSON schema there", param=param)
+            raise BadRequestError(f"{param} has no schema", "put the JSON schema there", param=f"{param}.schema")
     raise UnsupportedError(
-        f"{param} is {shown(value)}", "its type is text, json_object or json_schema with a schema", param=param
+        f"{param} is {shown(value)}",
+        "its type is text, json_object or json_schema with a schema",
+        param=f"{param}.type" if isinstance(value, dict) else param,
     )
 
 

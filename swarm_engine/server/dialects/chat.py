@@ -167,7 +167,7 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
             tools=tools,
             tool_choice=choice,
             is_single_call=not fields.flag(raw, "parallel_tool_calls", default=True),
-            grammar=asking.form(raw.get("response_format"), "response_format", choice, tools),
+            grammar=asking.answer_grammar(raw.get("response_format"), "response_format", choice, tools),
             num_choices=fields.integer(raw, "n", 1, MAX_CHOICES) or 1,
             top_logprobs=top_logprobs,
             unthinking="reasoning_effort" if raw.get("reasoning_effort") is not None else None,

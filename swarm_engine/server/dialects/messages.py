@@ -276,7 +276,7 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> MessagesRequest:
             tools=tools,
             tool_choice=choice,
             is_single_call=not is_parallel,
-            grammar=_form(raw.get("output_config"), choice, tools),
+            grammar=_grammar(raw.get("output_config"), choice, tools),
             unthinking="thinking" if raw.get("thinking") == {"type": "disabled"} else None,
             script=fields.script(raw),
         ),
@@ -295,7 +295,7 @@ def parse_count(raw: Mapping[str, Any]) -> tuple[str, tuple[Message, ...], tuple
     COUNT_RULES.check(raw)
     messages, tools = _prompt(raw)
     choice, _ = _tool_choice(raw.get("tool_choice"), tools)
-    _form(raw.get("output_config"), choice, tools)
+    _grammar(raw.get("output_config"), choice, tools)
     return fields.text(raw, "model") or "", messages, tools
 
 
@@ -448,9 +448,9 @@ def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]
     )
 
 
-def _form(value: Any, choice: ToolChoice, tools: tuple[Tool, ...]) -> str | None:
+def _grammar(value: Any, choice: ToolChoice, tools: tuple[Tool, ...]) -> str | None:
     if value is None:
         return None
     if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"format"}):
         raise UnsupportedError("output_config takes format only", "leave the rest out", param="output_config")
-    return asking.form(value.get("format"), "output_config", choice, tools)
+    return asking.answer_grammar(value.get("format"), "output_config.format", choice, tools)

@@ -302,8 +302,10 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     include = raw.get("include") or []
     if not isinstance(include, list):
         raise BadRequestError(f"include must be a list, not {include!r:.80}", param="include")
-    if unknown := [one for one in include if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING)]:
-        raise UnsupportedError(f"include has {shown(unknown[0])}, which this server has nothing of", param="include")
+    for index, one in enumerate(include):
+        if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING):
+            place = f"include[{index}]"
+            raise UnsupportedError(f"{place} is {shown(one)}, which this server has nothing of", param=place)
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     earlier = _earlier(raw, episode)
     history = (*earlier, *parse_messages(_messages(raw.get("input"), earlier)))
@@ -314,7 +316,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     tools = parse_tools(_tools(raw.get("tools")))
     choice = asking.openai_tool_choice(raw.get("tool_choice"), tools)
     is_parallel = fields.flag(raw, "parallel_tool_calls", default=True)
-    form = _form(raw.get("text"))
+    text_format = _format(raw.get("text"))
     return ResponsesRequest(
         model=fields.text(raw, "model") or "",
         call=CallRequest(
@@ -326,7 +328,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
             tools=tools,
             tool_choice=choice,
             is_single_call=not is_parallel,
-            grammar=asking.form(form, "text", choice, tools),
+            grammar=asking.answer_grammar(text_format, "text.format", choice, tools),
             top_logprobs=top_logprobs,
             unthinking=_unthinking(raw.get("reasoning")),
             script=fields.script(raw),
@@ -343,7 +345,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
             "parallel_tool_calls": is_parallel,
             "previous_response_id": raw.get("previous_response_id"),
             "store": raw.get("store", True),
-            "text": {"format": form or {"type": "text"}},
+            "text": {"format": text_format or {"type": "text"}},
             "tool_choice": raw.get("tool_choice") or "auto",
             "tools": raw.get("tools") or [],
             "top_logprobs": top_logprobs,
@@ -369,25 +371,30 @@ def _earlier(raw: Mapping[str, Any], episode: LiveEpisode) -> tuple[Message, ...
 
 def _unthinking(value: Any) -> str | None:
     value = {} if value is None else value
-    if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"effort"}):
-        raise UnsupportedError(
-            f"reasoning={shown(value)} is not taken by this server", fields.WHY["reasoning"], param="reasoning"
-        )
+    if not isinstance(value, dict):
+        raise BadRequestError(f"reasoning must be an object, not {shown(value)}", param="reasoning")
+    for name, one in value.items():
+        if one is not None and (name, one) != ("effort", "none"):
+            place = f"reasoning.{shortened(name)}"
+            raise UnsupportedError(
+                f"{place}={shown(one)} is not taken by this server", fields.WHY["reasoning"], param=place
+            )
     effort = value.get("effort")
-    if effort not in (None, "none"):
-        raise UnsupportedError(f"reasoning.effort is {shown(effort)}", fields.WHY["reasoning"], param="reasoning")
     return None if effort is None else "reasoning"
 
 
-def _form(value: Any) -> Any:
+def _format(value: Any) -> Any:
+    """Of the text that is asked for."""
     if value is None:
         return None
-    if (
-        not isinstance(value, dict)
-        or value.keys() - {"format", "verbosity"}
-        or value.get("verbosity") not in (None, "medium")
-    ):
-        raise UnsupportedError("text takes format only", 'its verbosity is "medium"', param="text")
+    if not isinstance(value, dict):
+        raise BadRequestError(f"text must be an object, not {shown(value)}", param="text")
+    if unknown := [name for name in value if name not in ("format", "verbosity")]:
+        raise UnsupportedError("text takes format only", "leave the rest out", param=f"text.{shortened(unknown[0])}")
+    if value.get("verbosity") not in (None, "medium"):
+        raise UnsupportedError(
+            f"text.verbosity is {shown(value['verbosity'])}", 'it is taken at "medium" only', param="text.verbosity"
+        )
     return value.get("format")
 
 
@@ -401,13 +408,12 @@ def _tools(raw: Any) -> Any:
             raise UnsupportedError(
                 f"{where} is a tool of type {shown(tool.get('type'))}, the model calls functions only",
                 "send functions and run them yourself",
-                param=where,
+                param=f"{where}.type",
             )
         known = {"type", "name", "description", "parameters", "strict"}
         if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False)]:
-            raise UnsupportedError(
-                f"{where}.{shortened(unknown[0])} is not taken by this server", "leave it out", param=where
-            )
+            place = f"{where}.{shortened(unknown[0])}"
+            raise UnsupportedError(f"{place} is not taken by this server", "leave it out", param=place)
         wrapped.append(
             asking.wrapped(tool.get("name"), tool.get("description"), tool.get("parameters"), tool.get("strict"))
         )
@@ -493,7 +499,7 @@ def _other(item: Mapping[str, Any], where: str, known: Collection[str]) -> dict[
     raise UnsupportedError(
         f"{where} is an item of type {shown(kind)}",
         "this server takes message, reasoning, function_call and function_call_output",
-        param=where,
+        param=f"{where}.type",
     )
 
 
@@ -506,7 +512,7 @@ def _text(content: Any, where: str) -> str:
             raise UnsupportedError(
                 f"{place} is a part of type {shown(part.get('type'))}, this model reads text only",
                 'send {"type": "input_text", "text": ...}',
-                param=where,
+                param=f"{place}.type",
             )
         texts.append(read_text(part["text"], f"{place}.text"))
     return "".join(texts)
