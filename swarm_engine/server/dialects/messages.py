@@ -42,6 +42,7 @@ from swarm_engine.tracker.replies import Delta, ReasoningDelta, TextDelta
 from swarm_engine.types import FinishReason
 
 INVALID = "INVALID_JSON"
+"""The only key of an input that stands for arguments that are no object."""
 SYSTEM_SEPARATOR = "\n"
 
 MESSAGE_FIELDS = ("role", "content")
@@ -121,8 +122,8 @@ class Blocks:
         self._request = request
         self._ask = ask
         self._content: list[dict[str, Any]] = []
-        self._kind: object = None
-        """Of the pieces that the open block takes: their type, and for a call its place; None where none is open."""
+        self._kind: writing.PieceKind | None = None
+        """Of the pieces that the open block takes; None where none is open."""
         self._parts: list[str] = []
         """Text of the open block."""
 
@@ -152,7 +153,7 @@ class Blocks:
     def take(self, news: News) -> Iterable[Event]:
         """Events of what came in."""
         for delta in news.deltas:
-            kind = type(delta) if isinstance(delta, TextDelta | ReasoningDelta) else delta.index
+            kind = writing.piece_kind(delta)
             if kind != self._kind:
                 yield from self.close()
                 yield self._open(delta)
@@ -398,12 +399,11 @@ def _field(block: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _arguments(value: Any, where: str) -> Any:
-    match value:
-        case {"INVALID_JSON": str(text)} if len(value) == 1:
-            return read_text(text, f"{where}.input")
-        case dict():
-            return read_object(value, f"{where}.input")
-    raise BadRequestError(f"{where}.input must be an object", param=f"{where}.input")
+    if not isinstance(value, dict):
+        raise BadRequestError(f"{where}.input must be an object", param=f"{where}.input")
+    if value.keys() == {INVALID} and isinstance(value[INVALID], str):
+        return read_text(value[INVALID], f"{where}.input")
+    return read_object(value, f"{where}.input")
 
 
 def _tools(raw: Any) -> Any:

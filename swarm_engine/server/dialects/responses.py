@@ -93,8 +93,8 @@ class Items:
         self._is_open = False
         self._parts: list[str] = []
         """Text of the open item."""
-        self._kind: object = None
-        """Of the pieces that the open item takes: their type, and for a call its place."""
+        self._kind: writing.PieceKind | None = None
+        """Of the pieces that the open item takes; None where none is open."""
         self._told: list[dict[str, Any]] = []
         """Log-probabilities that the events of the open text have told."""
         self._num_told = 0
@@ -133,7 +133,7 @@ class Items:
     def take(self, news: News) -> Iterable[Event]:
         """Events of what came in."""
         for delta, end in zip(news.deltas, news.ends, strict=True):
-            kind = type(delta) if isinstance(delta, TextDelta | ReasoningDelta) else delta.index
+            kind = writing.piece_kind(delta)
             if kind != self._kind:
                 yield from self._close_item("completed")
                 yield from self._open_item(delta)
