@@ -172,7 +172,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": [""]}, "stop"),
     ({"stop": 5}, "stop"),
     ({"stream": 1}, "stream"),
-    ({"stream_options": {"x": 1}}, "stream_options"),
+    ({"stream_options": {"x": 1}}, "stream_options.x"),
     ({"messages": []}, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
