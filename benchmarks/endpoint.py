@@ -19,7 +19,7 @@ of HTTP towards the client is taken off for it, and counts in full for the endpo
 
 The targets take turns, in an order that changes every round; intervals are over rounds, each round one value. The
 client is one process with kept-alive connections, the same for all. LiteLLM gets an environment of its own, made on the
-first run and kept in A3R_HOME (so the first --quick takes longer than its minute).
+first full run, which takes minutes, and kept in A3R_HOME; where it is not there, --quick leaves LiteLLM out.
 """
 
 from __future__ import annotations
@@ -55,12 +55,17 @@ from swarm_engine.types import SamplingParams
 LITELLM_VERSION = "1.106.12"
 """Pinned; 1.82.7, 1.82.8 and 1.107.0 are known to have been compromised."""
 SIZES = (1, 32, 256)
+TARGETS = ("bare sampler", "endpoint", "bare HTTP", "litellm")
+QUANTILES = (("p50", 0.5), ("p95", 0.95))
 NUM_TURNS = 8
 MIN_EPISODES = 32
 """Episodes of a burst where fewer run at a time."""
 NUM_ROUNDS = 5
 MAX_SHARE = 1 / 3
 """What is promised: the endpoint adds less than this share of what LiteLLM adds."""
+LEGEND = """\
+SIZE at a time, what, value [95% t-interval over rounds] unit, n = rounds. p50 and p95 are quantiles of the time to an
+answer; "added" is a server's less that of what it stands before; a share below 1 means less than LiteLLM adds."""
 CHARS_PER_TOKEN = 3
 """Of the shipped tokenizer on these messages, about."""
 BACKEND = Path(__file__).with_name("endpoint_backend.py")
@@ -321,17 +326,26 @@ def bare_http() -> Iterator[OpenAiServer]:
         yield OpenAiServer(int(server.stdout.readline()), "/chat/completions")
 
 
+def litellm_home() -> Path:
+    """Where LiteLLM's environment is, or would be."""
+    return Path(os.environ.get("A3R_HOME", ".a3r")).resolve() / "benchmarks" / f"litellm-{LITELLM_VERSION}"
+
+
+def has_litellm() -> bool:
+    """Whether LiteLLM is installed."""
+    return (litellm_home() / "is-whole").exists()
+
+
 def litellm_environment() -> Path:
-    """A virtual environment with LiteLLM's proxy, made where it is not there yet."""
-    folder = Path(os.environ.get("A3R_HOME", ".a3r")).resolve() / "benchmarks" / f"litellm-{LITELLM_VERSION}"
-    is_whole = folder / "is-whole"
-    if not is_whole.exists():
+    """The programs of a virtual environment with LiteLLM's proxy, made where it is not there yet."""
+    folder = litellm_home()
+    if not has_litellm():
         print(f"making an environment for LiteLLM {LITELLM_VERSION} in {folder}", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         # Wheels alone: no package's own code runs before the proxy does.
         pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
         subprocess.run([*pip, f"litellm[proxy]=={LITELLM_VERSION}"], check=True)
-        is_whole.touch()
+        (folder / "is-whole").touch()
     return folder / "bin"
 
 
@@ -398,20 +412,25 @@ class Record:
 
     def rows(self, size: int) -> Iterator[Row]:
         """What one size came to."""
-        bare, ours, http, theirs = (
-            self.bursts[size, name] for name in ("bare sampler", "endpoint", "bare HTTP", "litellm")
-        )
-        for name, own in (("bare sampler", bare), ("endpoint", ours), ("bare HTTP", http), ("litellm", theirs)):
-            yield self.row(size, f"{name}, throughput", [one.rate for one in own], "requests/s")
-            for label, share in (("p50", 0.5), ("p95", 0.95)):
-                yield self.row(size, f"{name}, {label}", [one.quantile(share) for one in own], "ms")
-        for label, share in (("p50", 0.5), ("p95", 0.95)):
-            our_cost = [one.quantile(share) - other.quantile(share) for one, other in zip(ours, bare, strict=True)]
-            their_cost = [one.quantile(share) - other.quantile(share) for one, other in zip(theirs, http, strict=True)]
+        for name in TARGETS:
+            own = self.bursts.get((size, name), [])
+            if own:
+                yield self.row(size, f"{name}, throughput", [one.rate for one in own], "requests/s")
+                for label, share in QUANTILES:
+                    yield self.row(size, f"{name}, {label}", [one.quantile(share) for one in own], "ms")
+        for label, share in QUANTILES:
+            our_cost = self.added(size, "endpoint", "bare sampler", share)
             yield self.row(size, f"endpoint, added {label}", our_cost, "ms")
-            yield self.row(size, f"litellm, added {label}", their_cost, "ms")
-            shares = [one / other for one, other in zip(our_cost, their_cost, strict=True)]
-            yield self.row(size, f"share of litellm's added {label}", shares, "")
+            if (size, "litellm") in self.bursts:
+                their_cost = self.added(size, "litellm", "bare HTTP", share)
+                yield self.row(size, f"litellm, added {label}", their_cost, "ms")
+                shares = [one / other for one, other in zip(our_cost, their_cost, strict=True)]
+                yield self.row(size, f"share of litellm's added {label}", shares, "")
+
+    def added(self, size: int, server: str, behind: str, share: float) -> list[float]:
+        """A quantile of a server less that of what it stands before, in ms, for each round."""
+        pairs = zip(self.bursts[size, server], self.bursts[size, behind], strict=True)
+        return [one.quantile(share) - other.quantile(share) for one, other in pairs]
 
     def row(self, size: int, metric: str, values: Sequence[float], unit: str) -> Row:
         """A mean over rounds."""
@@ -420,20 +439,20 @@ class Record:
         return Row(f"{size} at a time", metric, mean.mean, unit, mean.low, mean.high, mean.n, self.is_quick)
 
 
-async def measure(folder: Path, num_rounds: int, num_turns: int, is_quick: bool) -> Record:
+async def measure(folder: Path, num_rounds: int, num_turns: int, *, is_quick: bool, with_litellm: bool) -> Record:
     """Play all rounds."""
     record = Record(is_quick)
     order = random.Random(0)
     with contextlib.ExitStack() as servers:
         http = servers.enter_context(bare_http())
         front = servers.enter_context(endpoint(folder))
-        proxy = servers.enter_context(litellm(folder, http))
+        proxy = {"litellm": servers.enter_context(litellm(folder, http))} if with_litellm else {}
         async with bare_sampler(folder) as sampler:
             targets: dict[str, Target] = {
                 "bare sampler": sampler,
                 "endpoint": front,
                 "bare HTTP": http,
-                "litellm": proxy,
+                **proxy,
             }
             for target in targets.values():
                 await burst(target, min(SIZES[1], MIN_EPISODES), num_turns)
@@ -461,10 +480,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args()
     num_rounds, num_turns = (2, 2) if args.quick else (args.rounds, NUM_TURNS)
+    with_litellm = not args.quick or has_litellm()
+    if not with_litellm:
+        print("LiteLLM is left out: it is not installed, a run without --quick does so", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="endpoint-") as folder:
-        record = uvloop.run(measure(Path(folder), num_rounds, num_turns, args.quick))
+        record = uvloop.run(
+            measure(Path(folder), num_rounds, num_turns, is_quick=args.quick, with_litellm=with_litellm)
+        )
     rows = [row for size in SIZES for row in record.rows(size)]
-    report(rows, args.json, promises(rows))
+    report(rows, args.json, promises(rows), LEGEND)
     return 0
 
 

@@ -44,6 +44,9 @@ REFERENCE = "raw_http"
 NUM_SEEDS = 5
 MARGIN, LEVEL = 0.10, 0.05
 """Of reward, which spans 1.5; and of the equivalence test, whose interval is the 90% one."""
+LEGEND = f"""\
+workflow, what, value [interval over seeds] unit, n = seeds. before and after: held-out reward, 95% interval. The
+difference from {REFERENCE} is paired and has the 90% interval of the test against a margin of {MARGIN}."""
 TRAINING = Training(updates=24, eval_every=24, eval_games=100)
 QUICK_TRAINING = Training(updates=1, eval_every=1, eval_games=2)
 SETTINGS = ("--set", "lockstep=true", "--set", "trainer.tasks_per_update=4")
@@ -240,7 +243,7 @@ def main() -> int:
     for each in summaries:
         if each.added:
             print(f"{each.name} adds to the prompt:\n{each.added}")
-    report(rows, args.json, promises(summaries))
+    report(rows, args.json, promises(summaries), LEGEND)
     return 0
 
 

@@ -33,6 +33,9 @@ GAMES = ("tictactoe", "spy")
 NUM_SEEDS = 3
 MIN_RISE, MIN_RISE_OVER_SEEDS, MAX_SHUFFLED_RISE, MAX_WALL_S = 0.2, 0.1, 0.05, 180.0
 """What is promised: in every seed, at the lower end over the seeds, at most with shuffled rewards, for one run."""
+LEGEND = """\
+game, what, value [95% interval] unit, n. Of one seed and of play: held-out reward, over n games; of a rise (after
+less before) and a level: over n seeds."""
 NOWHERE = Path("no-model-root")
 """Shipped weights need none."""
 
@@ -182,6 +185,7 @@ def main() -> int:
     games = args.games or (GAMES[:1] if args.quick else GAMES)
     rows: list[Row] = []
     failures: list[str] = []
+    print(LEGEND, flush=True)
     with tempfile.TemporaryDirectory(prefix="learning-") as folder:
         bench = Bench(Path(folder), training, range(1 if args.quick else args.seeds), args.quick)
         for game in games:

@@ -61,6 +61,9 @@ SMALL = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
+LEGEND = """\
+set, what, value [95% t-interval] unit, n = repetitions. "MODE / tree" is how many times as long MODE takes; its limit
+is that of the floating-point operations alone. CPU times are medians."""
 MAX_TOKENS = 16384
 """At once, in every mode."""
 MIN_SHARE_OF_LIMIT, MIN_UNIQUE = 0.9, 5000
@@ -365,7 +368,7 @@ def main() -> int:
     model = small_model() if args.model == "small" else nano_model()
     scale, num_repetitions = (0.05, 1) if args.quick else (args.scale, args.repetitions)
     rows = list(trie_rows(is_quick=args.quick))
-    print(*map(show, rows), sep="\n", flush=True)
+    print(LEGEND, *map(show, rows), sep="\n", flush=True)
     kept = [(row.value < MAX_TRIE_S, f"{row.case}: {row.value:.2f} s, below {MAX_TRIE_S:.0f} s") for row in rows]
     for name in args.sets or (QUICK_SETS if args.quick else SETS):
         episode, size = SETS[name]

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+MIN_FOR_INTERVAL = 3
+"""Student's interval of two values is some nine times as wide as the two lie apart: it tells nobody anything."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -25,7 +28,9 @@ class Row:
 
 def show(row: Row) -> str:
     """A row for people."""
-    interval = "" if row.ci_low is None or row.ci_high is None else f" [{row.ci_low:.3f}, {row.ci_high:.3f}]"
+    interval = ""
+    if row.ci_low is not None and row.ci_high is not None and row.n >= MIN_FOR_INTERVAL:
+        interval = f" [{row.ci_low:.3f}, {row.ci_high:.3f}]"
     return f"{row.case:<30} {row.metric:<30} {row.value:10.3f}{interval} {row.unit}, n={row.n}"
 
 
@@ -40,8 +45,10 @@ def write_rows(rows: Sequence[Row], file: Path) -> None:
     file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
 
-def report(rows: Sequence[Row], file: Path | None, promises: Iterable[tuple[bool, str]]) -> None:
-    """Print the table, write it where a file was named, and say of a full run which promises it kept."""
+def report(rows: Sequence[Row], file: Path | None, promises: Iterable[tuple[bool, str]], legend: str = "") -> None:
+    """Print the table under its legend, write it where a file was named, and say which promises a full run kept."""
+    if legend:
+        print(legend)
     for row in rows:
         print(show(row))
     if file:

@@ -270,8 +270,8 @@ def _reward(evaluation: Evaluation | None) -> str:
     """A mean with half its interval, which is short enough for a table."""
     if evaluation is None or evaluation.reward is None:
         return NOTHING
-    mean, high = evaluation.reward.mean, evaluation.reward.high
-    return number(mean) if high is None else f"{number(mean)} ±{high - mean:.3f}"
+    mean, low, high = evaluation.reward.mean, evaluation.reward.low, evaluation.reward.high
+    return number(mean) if low is None or high is None else f"{number(mean)} ±{(high - low) / 2:.3f}"
 
 
 def _state(run: RunSummary) -> Text:

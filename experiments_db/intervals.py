@@ -7,7 +7,8 @@ several. Calls, tokens and attempts at one task never count as values of their o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEVEL = 0.95
@@ -57,8 +58,8 @@ def half_width(se: float, df: float, level: float = LEVEL) -> float:
 def t_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
     """Mean and Student's t-interval of independent values; None where there is no value.
 
-    Values that all agree give an interval of no width: it tells of their spread, not of what was never seen. For few
-    rewards that are only ever 0 or 1 it is too narrow near the ends.
+    Values that all agree give an interval of no width: it tells of their spread, not of what was never seen. It may
+    reach beyond values that are possible at all; where these have bounds, see `likelihood_interval`.
 
     Args:
         values: one per independent unit, finite.
@@ -73,3 +74,52 @@ def t_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None
         return Interval(mean, None, None, n)
     half = half_width(se, n - 1, level)
     return Interval(mean, mean - half, mean + half, n)
+
+
+def likelihood_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """Mean and empirical-likelihood interval of independent values that have bounds, such as rewards of games.
+
+    It never reaches beyond the values seen, so never beyond a bound, and is lopsided near one; of zeros and ones it is
+    the binomial likelihood-ratio interval. Calibrated by Student's t as `t_interval` is. Of a handful of values it
+    is too narrow, for it knows no bound that was not seen. Values that all agree give an interval of no width here too.
+
+    Args:
+        values: one per independent unit, finite.
+        level: coverage, in (0, 1).
+    Source: Owen 1988, doi:10.1093/biomet/75.2.237.
+    """
+    found = t_interval(values, level)
+    if found is None or found.low is None or found.low == found.high:
+        return found
+    counts, limit = Counter(values), half_width(1.0, len(values) - 1, level) ** 2
+    low, high = (_end(counts, found.mean, bound, limit) for bound in (min(values), max(values)))
+    return Interval(found.mean, low, high, found.n)
+
+
+def _end(counts: Mapping[float, int], mean: float, bound: float, limit: float) -> float:
+    """The mean between the values' own and `bound` that is just as unlikely as the limit allows."""
+    nearest = bound + 1e-9 * (mean - bound)
+    if _unlikeliness(counts, nearest) <= limit:
+        return bound
+    return _root(lambda mu: _unlikeliness(counts, mu) - limit, nearest, mean)
+
+
+def _unlikeliness(counts: Mapping[float, int], mu: float) -> float:
+    """Minus twice the log of the likelihood that the values' weights lose when their mean has to be `mu`."""
+    n = sum(counts.values())
+    gaps = [(value - mu, count) for value, count in counts.items()]
+    most = 1 - 1 / n
+    # Weights are 1 / (n (1 + tilt gap)); none of them exceeds 1, which bounds the tilt.
+    tilt = _root(
+        lambda tilt: math.fsum(count * gap / (1 + tilt * gap) for gap, count in gaps),
+        -most / max(gaps)[0],
+        -most / min(gaps)[0],
+    )
+    return 2 * math.fsum(count * math.log1p(tilt * gap) for gap, count in gaps)
+
+
+def _root(function: Callable[[float], float], one: float, other: float) -> float:
+    # Imported here: it takes longer than everything else that a listing does.
+    from scipy.optimize import brentq
+
+    return float(brentq(function, one, other))

@@ -1,7 +1,7 @@
 """Reading the experiment log: runs, their curves, what they measured. Plain functions that return frozen values.
 
-All take a session of `Database.read()`. A run is an experiment: one arm with its seeds. Intervals are t-intervals at
-95 %, over held-out tasks within a run and over runs within an arm; see `intervals.py`.
+All take a session of `Database.read()`. A run is an experiment: one arm with its seeds. Intervals are at 95 %:
+of the likelihood over held-out tasks within a run, of Student's t over runs within an arm; see `intervals.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sqlmodel import Session, col, select
 from experiments_db.columns import canonical_json
 from experiments_db.derive import CHECKPOINT, number_of
 from experiments_db.errors import NotFoundError
-from experiments_db.intervals import Interval, t_interval
+from experiments_db.intervals import Interval, likelihood_interval, t_interval
 from experiments_db.models import (
     Artifact,
     AuditFinding,
@@ -710,7 +710,7 @@ def _measured(
             split=pool.split,
             temperature=pool.temperature,
             label="+".join(row.label for row in rows if row.label),
-            reward=t_interval([totals[item_id] / count for item_id, count in counts.items()]),
+            reward=likelihood_interval([totals[item_id] / count for item_id, count in counts.items()]),
             num_attempted=sum(row.n_attempted for row in rows),
             num_valid=sum(row.n_valid for row in rows),
             num_policy_faults=sum(row.n_policy_fault for row in rows),

@@ -12,21 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_engine.client.errors import SwarmUnavailableError
 from swarm_engine.client.wire import Event, Status
+from swarm_engine.types import EngineState, Untrained
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
     from swarm_engine.client.sync import SwarmClient
 
 NUM_STEPS_SHOWN = 12
 METRICS = ("reward_mean", "loss", "grad_norm", "entropy", "kl_sampling", "clip_fraction")
 REFRESH_S = 0.5
+EPISODES_WITHOUT_LOSS = {
+    "zero_variance": "in groups of equal reward",
+    "untrained": "without a reply to train",
+    "alone": "alone in their group",
+}
+"""The trainer's drops in words. The other drops of a step are of episodes that came into no batch."""
 
 
 def status_lines(status: Status) -> list[str]:
     """A status in a few lines."""
     pool = status.pool
     lines = [f"state     {status.state}" + (f": {status.reason}" if status.reason else "")]
+    if status.state in (EngineState.OFFLINE, EngineState.FAILED):
+        lines.append("          start it with `swarm start`")
     for name, policy in status.policies.items():
         lines.append(f"policy    {name} at version {policy.version}" + ("" if policy.trainable else ", frozen"))
     if status.update:
@@ -41,7 +50,7 @@ def status_lines(status: Status) -> list[str]:
 
 
 def timeline_lines(timelines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Contexts block by block; sampled blocks show how many of their tokens are trained."""
+    """Contexts block by block; sampled blocks show how many of their tokens are trained, or why none is."""
     lines = []
     for number, timeline in enumerate(timelines):
         shared = f", {timeline['num_shared_tokens']} tokens shared" if timeline.get("num_shared_tokens") else ""
@@ -49,8 +58,36 @@ def timeline_lines(timelines: Sequence[Mapping[str, Any]]) -> list[str]:
         for block in timeline["blocks"]:
             trained = sum(block["loss_mask"])
             counts = f"{len(block['token_ids'])} tokens" + (f", {trained} trained" if trained else "")
+            if because := block["untrained_because"]:
+                counts += f", not trained: {because.replace('_', ' ')}"
             lines.append(f"  [{block['author']} {block['role']}, {counts}] {block['text']!r}")
     return lines
+
+
+def why_nothing_trained(metrics: Mapping[str, float | None], drops: Mapping[str, int]) -> str | None:
+    """Why an update left the weights as they were, in words; None where it moved them.
+
+    Args:
+        metrics: of the update's `step` event.
+        drops: of the same event.
+    """
+    if not metrics.get("skipped"):
+        return None
+    if metrics.get("nonfinite_gradient"):
+        return "nothing trained: the gradient was not finite"
+    reasons = [
+        _counted(drops[drop], "episode", said) for drop, said in EPISODES_WITHOUT_LOSS.items() if drops.get(drop)
+    ]
+    reasons += [
+        _counted(int(count), "call", untrained.replace("_", " "))
+        for untrained in Untrained
+        if (count := metrics.get(f"{untrained}_calls"))
+    ]
+    return "nothing trained" + (f": {', '.join(reasons)}" if reasons else "")
+
+
+def _counted(count: int, thing: str, said: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'} {said}"
 
 
 def print_events(client: SwarmClient, after: int) -> None:
@@ -66,8 +103,11 @@ def print_lines(client: SwarmClient, after: int) -> None:
             case "state":
                 print(f"{event.payload['to']}: {event.payload['cause']}", flush=True)
             case "step":
-                values = ((name, event.payload["metrics"].get(name)) for name in METRICS)
+                metrics = event.payload["metrics"]
+                values = ((name, metrics.get(name)) for name in METRICS)
                 said = [f"{name} {value:.4g}" for name, value in values if value is not None]
+                if why := why_nothing_trained(metrics, event.payload["drops"]):
+                    said.append(why)
                 print(", ".join([f"step {event.payload['step']}: {event.payload['seconds']:.2f} s", *said]), flush=True)
 
 
@@ -99,17 +139,22 @@ def watch_table(client: SwarmClient) -> None:
             time.sleep(REFRESH_S)
 
 
-def step_table(steps: Sequence[Event]) -> Table:
-    """The last updates, one a row."""
+def step_table(steps: Sequence[Event]) -> RenderableType:
+    """The last updates, one a row of at most 80 columns, and below them those that trained nothing."""
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table()
+    table = Table(box=None, padding=(0, 0, 0, 1))
     for name in ("step", "seconds", *METRICS):
         # Folded where the terminal is narrow: a number without its exponent would be another number.
-        table.add_column(name, overflow="fold", justify="right")
+        table.add_column(name.replace("_", "\n"), overflow="fold", justify="right")
+    notes = []
     for event in steps:
-        metrics = event.payload["metrics"]
+        step, metrics = event.payload["step"], event.payload["metrics"]
         numbers = [metrics.get(name) for name in METRICS]
-        cells = ["" if number is None else f"{number:.4g}" for number in numbers]
-        table.add_row(str(event.payload["step"]), f"{event.payload['seconds']:.2f}", *cells)
-    return table
+        cells = ["" if number is None else f"{number:.3g}" for number in numbers]
+        table.add_row(str(step), f"{event.payload['seconds']:.2f}", *cells)
+        if why := why_nothing_trained(metrics, event.payload["drops"]):
+            notes.append(Text(f"step {step}: {why}"))
+    return Group(table, *notes)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from swarm_engine.watch import why_nothing_trained
 from vibe.errors import UsageError
 
 Event = dict[str, Any]
@@ -100,9 +101,10 @@ def in_words(event: Event) -> str:
             return f"different rewards in {event['share']:.0%} of {event['n_groups']} groups"
         case "step":
             metrics = event["metrics"]
+            why = why_nothing_trained(metrics, event["drops"])
             return (
                 f"step {event['step']:>4}/{event['updates']}  reward {_number(metrics.get('reward_mean'))}  "
-                f"entropy {_number(metrics.get('entropy'))}  {event['seconds']:.1f} s"
+                f"entropy {_number(metrics.get('entropy'))}  {event['seconds']:.1f} s" + (f"  {why}" if why else "")
             )
         case "level":
             return f"{event['player']} play: {with_interval(event)} over {event['n_groups']} games"

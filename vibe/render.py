@@ -89,9 +89,10 @@ def _refusal(folder: Path, files: Mapping[str, str], there: Mapping[str, bytes])
         return (
             f"{folder} is not empty and holds no project; name a new folder with --out, or add --force to write into it"
         )
+    as_it_is = "" if len(there) < len(files) else "train it as it is with `python train.py --run-dir runs/1` there, "
     return (
         f"{folder} holds another version of this project ({', '.join(changed) or 'files are missing'}); "
-        "name a new folder with --out, or add --force to overwrite these files"
+        f"{as_it_is}name a new folder with --out, or add --force to overwrite these files"
     )
 
 

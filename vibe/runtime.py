@@ -24,7 +24,7 @@ from typing import Any
 
 from experiments_db.engine import home_folder
 from experiments_db.errors import ExperimentsDbError
-from experiments_db.intervals import t_interval
+from experiments_db.intervals import likelihood_interval
 from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, Task, read_token
 from swarm_engine.config import EngineConfig, PolicyConfig
 from swarm_engine.types import Mode, Outcome
@@ -230,7 +230,7 @@ class Run:
             games = map(seeds.held_out_seed, range(self.spec.training.eval_games))
             rewards = await scripted_rewards(env, player, games)
             await env.close()
-            interval = t_interval(rewards)
+            interval = likelihood_interval(rewards)
             assert interval, "an evaluation has at least two games"
             ends = [interval.low, interval.high]
             self.record.emit("level", player=player, mean=interval.mean, ci=ends, n_groups=interval.n)
@@ -310,7 +310,7 @@ class Run:
             tags={"split": HELD_OUT, "temperature": f"{temperature:g}", "label": label},
         )
         rewards = [mean_reward(result.rewards) for result in results if is_judged(result.rewards, result.outcome)]
-        interval = t_interval(rewards)
+        interval = likelihood_interval(rewards)
         if interval is None:
             raise GameError(
                 f"all {len(games)} held-out games of this evaluation were lost, each ended without a reward; see what "

@@ -120,6 +120,7 @@ class Episode:
 
         Raises:
             EpisodeLostError: the episode is gone.
+            NotFiniteError: a reward or metric is NaN or infinite.
             SwarmRequestError: the reward makes no sense, or it has ended differently before.
         """
         body = wire.end_body(reward, outcome, metrics)

@@ -8,6 +8,7 @@ SwarmError
 ├── ClaimTimeoutError          no episode was free in time; `reason` says why
 ├── GroupSizeError             a run plays its tasks as often as no group of the server has places
 ├── EpisodeNotEndedError       a rollout left its episode without `end`
+├── NotFiniteError             a reward or metric is NaN or infinite
 └── SwarmProtocolError         the answer is not one of a swarm's
 """
 
@@ -61,6 +62,10 @@ class GroupSizeError(SwarmError):
 
 class EpisodeNotEndedError(SwarmError):
     """A rollout left its episode without a reward, so it was aborted."""
+
+
+class NotFiniteError(SwarmError):
+    """A reward or metric is NaN or infinite. The episode still runs and can be ended with another."""
 
 
 class TokenFileError(SwarmError):

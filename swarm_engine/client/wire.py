@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from swarm_engine.client.errors import (
     ContextLengthError,
     EpisodeLostError,
     GroupSizeError,
+    NotFiniteError,
     SwarmProtocolError,
     SwarmRequestError,
     SwarmUnavailableError,
@@ -255,7 +257,19 @@ def read_chat(answer: Mapping[str, Any]) -> ChatReply:
 
 
 def end_body(reward: Reward, outcome: Outcome, metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """Body of an episode's end."""
+    """Body of an episode's end.
+
+    Raises:
+        NotFiniteError: a number in it is NaN or infinite.
+    """
+    by_name = reward.items() if isinstance(reward, Mapping) else [(None, reward)]
+    for agent, value in by_name:
+        if value is not None and not math.isfinite(value):
+            whose = "reward" if agent is None else f"reward of agent {agent!r}"
+            raise NotFiniteError(f"{whose} is {value}, which can't be trained on; give None where it can't be judged")
+    for name, value in (metrics or {}).items():
+        if not math.isfinite(value):
+            raise NotFiniteError(f"metric {name!r} is {value}; leave it out")
     body: dict[str, Any] = {
         "reward": dict(reward) if isinstance(reward, Mapping) else reward,
         "outcome": Outcome(outcome),

@@ -30,7 +30,9 @@ from swarm_engine.server.inference import (
     Scope,
     Send,
     error_shape,
+    refuse_stray,
     send_json,
+    stray_route,
     wait_until_gone,
 )
 from swarm_engine.server.journal import Event
@@ -76,6 +78,8 @@ class FrontApp:
             return
         if scope["path"].startswith(PREFIX):
             await self._inference(scope, receive, send)
+        elif stray_route(scope):
+            await refuse_stray(scope, send)
         else:
             await self._control(scope, receive, send)
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.tracker import EpisodeRecord
-from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Episode, Mode
+from swarm_engine.types import BatchRecord, Block, ClaimReason, EngineState, Episode, Mode, Timeline, Untrained
 from swarm_engine.version import installed_version
 
 log = logging.getLogger(__name__)
@@ -555,6 +556,7 @@ def _show_timelines(record: EpisodeRecord, codec: ChatCodec, how: Merge) -> list
     episode = with_continuations(record, codec) if how is Merge.TEXT else record.episode
     timelines = merge(episode.timelines(), how)
     shared = shared_with_earlier([timeline.tokens for timeline in timelines]) if how is Merge.TREE else None
+    reasons = {call.call_id: call.untrained_because for call in record.episode.calls}
     return [
         {
             "policy": timeline.policy,
@@ -562,18 +564,28 @@ def _show_timelines(record: EpisodeRecord, codec: ChatCodec, how: Merge) -> list
             **({} if shared is None else {"num_shared_tokens": shared[number]}),
             **({"num_changed_tokens": timeline.num_changed} if how is Merge.TEXT else {}),
             "call_ids": [span.call_id for span in timeline.spans],
-            "blocks": [
-                {
-                    "author": block.author,
-                    "role": block.role,
-                    "text": block.text,
-                    "token_ids": block.token_ids,
-                    "logprobs": block.logprobs,
-                    "loss_mask": block.loss_mask,
-                    "policy_version": block.policy_version,
-                }
-                for block in shown.blocks(timeline)
-            ],
+            "blocks": _show_blocks(timeline, shown.blocks(timeline), reasons),
         }
         for number, timeline in enumerate(timelines)
+    ]
+
+
+def _show_blocks(
+    timeline: Timeline, blocks: Sequence[Block], reasons: Mapping[str, Untrained | None]
+) -> list[dict[str, Any]]:
+    """The blocks of a timeline; one that a call sampled says why that call is not trained, null where it is."""
+    because = {span.start: reasons[span.call_id] for span in timeline.spans}
+    starts = accumulate((len(block.token_ids) for block in blocks), initial=0)
+    return [
+        {
+            "author": block.author,
+            "role": block.role,
+            "text": block.text,
+            "token_ids": block.token_ids,
+            "logprobs": block.logprobs,
+            "loss_mask": block.loss_mask,
+            "untrained_because": because.get(start),
+            "policy_version": block.policy_version,
+        }
+        for start, block in zip(starts, blocks, strict=False)
     ]

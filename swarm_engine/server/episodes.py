@@ -168,8 +168,8 @@ class LiveEpisode:
             NotFoundError: the claim named its agents, and this is none of them.
         """
         self.check_agent(agent)
-        form = loaded.codec.format
-        if request.unthinking is not None and form is not None and form.has_reasoning:
+        reply_format = loaded.codec.format
+        if request.unthinking is not None and reply_format is not None and reply_format.has_reasoning:
             raise UnsupportedError(
                 f"{request.unthinking} forbids the model to reason, and its chat template has it do so",
                 "leave it out",

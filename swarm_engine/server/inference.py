@@ -85,6 +85,22 @@ def parse_path(raw_path: str) -> Target:
     return Target(unquote(episode_id), agent, "/".join(rest))
 
 
+def stray_route(scope: Scope) -> str | None:
+    """The inference route that a path outside of every episode asks for; None where it is no such path."""
+    route: str = scope["path"].strip("/").removeprefix("v1/")
+    return route if route in ROUTES or route.startswith(MODELS + "/") else None
+
+
+async def refuse_stray(scope: Scope, send: Send) -> None:
+    """Answer an inference request at the server's own address, as a client set to it sends."""
+    error = NotFoundError(
+        f"{scope['path']} is a route of an episode, and this address names none",
+        "claim an episode with POST /swarm/v1/episodes and use the base_url and api_key that it returns",
+        code="no_episode",
+    )
+    await send_json(send, error.status, error_shape(scope)(error))
+
+
 class InferenceApp:
     """ASGI application of the routes under `/e/`."""
 
@@ -308,9 +324,10 @@ def raw_path(scope: Scope) -> str:
 def error_shape(scope: Scope) -> Callable[[SwarmEngineError], Mapping[str, Any]]:
     """How the caller of an inference path expects errors: by its route, or where both APIs have it, by its header."""
     try:
-        first = parse_path(raw_path(scope)).route.partition("/")[0]
+        route = stray_route(scope) or parse_path(raw_path(scope)).route
     except NotFoundError:
         return openai_error
+    first = route.partition("/")[0]
     has_header = any(name == b"anthropic-version" for name, _ in scope["headers"])
     return messages.error_body if first == "messages" or (first == MODELS and has_header) else openai_error
 

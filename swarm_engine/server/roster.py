@@ -40,6 +40,9 @@ BARREN_BATCHES = 3
 """As many train episodes as this many batches hold may end without a reward in a row; then the engine fails."""
 CLIENT_MEMORY_S = 60.0
 """A client counts as active for this long after its last claim or running episode."""
+SILENT_AGENT = "silent_agent"
+"""Counts rewards of agents that made no call in an episode in which others did. In many a game not everybody gets a
+turn, so they are taken; they train nothing, and a name that was misspelt shows here."""
 
 episode_records: TypeAdapter[EpisodeRecord] = TypeAdapter(EpisodeRecord)
 
@@ -92,7 +95,8 @@ class Roster:
         self._idle_since: dict[str, float] = {}
         self._clients: dict[str, float] = {}
         self.drops: Counter[str] = Counter()
-        """Episodes that will not be trained, by reason, since the last step was reported."""
+        """Episodes that will not be trained, by reason, since the last step was reported; and under `SILENT_AGENT`
+        rewards."""
 
     # With the engine
 
@@ -371,7 +375,7 @@ class Roster:
 
         Raises:
             ConflictError: the episode has ended otherwise.
-            InvalidError: an agent that spoke gets no reward.
+            InvalidError: an agent that spoke gets no reward, or one that the claim did not name gets one.
             EpisodeLostError, NotFoundError: see `find`.
             JournalError: it can't be written.
         """
@@ -386,6 +390,12 @@ class Roster:
             raise InvalidError(
                 f"reward names {', '.join(map(repr, rewards)) or 'nobody'}, but {silent[0]!r} made calls too",
                 "give every agent that spoke a reward, or null where it can't be judged",
+                param="reward",
+            )
+        if episode.agents and (strangers := [agent for agent in rewards if agent not in episode.agents]):
+            raise InvalidError(
+                f"reward names {strangers[0]!r}, which is not in this episode",
+                f"its claim named {', '.join(episode.agents)}",
                 param="reward",
             )
         request = _normalised(rewards, outcome, metrics)
@@ -441,6 +451,10 @@ class Roster:
         elif episode.mode is Mode.TRAIN:
             self._num_unjudged = 0
             self._completed[episode.episode_id] = ended
+            if spoke := episode.tracker.agents:
+                judged = {agent for agent, reward in ended.rewards.items() if reward is not None}
+                if silent := judged.difference(spoke):
+                    self.drops[SILENT_AGENT] += len(silent)
             loaded.pool.complete(episode.episode_id, ended.rewards)
         self._on_change()
         if episode.mode is Mode.TRAIN and drop is not None:

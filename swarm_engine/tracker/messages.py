@@ -113,11 +113,11 @@ def _parse_tool(raw: Any, where: str) -> Tool:
         raise UnsupportedError(
             f"{where} is a tool of type {shown(kind)}, models call functions only",
             'send {"type": "function", "function": {"name": ..., "parameters": ...}}',
-            param=where,
+            param=f"{where}.type",
         )
     function = raw.get("function")
     if not isinstance(function, dict):
-        raise BadRequestError(f"{where}.function is missing", param=where)
+        raise BadRequestError(f"{where}.function is missing", param=f"{where}.function")
     check_fields(raw, TOOL_FIELDS, where)
     where = f"{where}.function"
     check_fields(function, SIGNATURE_FIELDS, where)
@@ -153,7 +153,7 @@ def check_fields(raw: Mapping[str, Any], known: Sequence[str], where: str) -> No
             raise UnsupportedError(
                 f"{where}.{shortened(key)} is not taken by this server",
                 f"leave it out; known: {', '.join(known)}",
-                param=where,
+                param=f"{where}.{shortened(key)}",
             )
 
 
@@ -215,7 +215,7 @@ def _text(content: Any, role: str, where: str) -> str:
             raise UnsupportedError(
                 f"{where}[{index}] is a part of type {shown(kind)}, this model reads text only",
                 'send {"type": "text", "text": ...}',
-                param=where,
+                param=f"{where}[{index}].type",
             )
         check_fields(part, PART_FIELDS, f"{where}[{index}]")
         texts.append(read_text(part.get("text"), f"{where}[{index}].text"))
@@ -233,10 +233,10 @@ def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
             raise UnsupportedError(
                 f"{where}[{index}] is a call of type {shown(kind)}, models call functions only",
                 'its type is "function"',
-                param=f"{where}[{index}]",
+                param=f"{where}[{index}].type",
             )
         if not isinstance(function, dict):
-            raise BadRequestError(f"{where}[{index}].function is missing", param=where)
+            raise BadRequestError(f"{where}[{index}].function is missing", param=f"{where}[{index}].function")
         check_fields(one, CALL_FIELDS, f"{where}[{index}]")
         check_fields(function, FUNCTION_FIELDS, f"{where}[{index}].function")
         calls.append(

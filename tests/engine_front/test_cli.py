@@ -12,13 +12,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
-from conftest import SMALL, Served
+from conftest import SMALL, Served, serve_thread
+from rich.console import Console
 from typer.testing import CliRunner
 
 from swarm_engine.cli import app
+from swarm_engine.client import Event, SwarmClient
 from swarm_engine.types import Mode
+from swarm_engine.watch import METRICS, print_lines, step_table, why_nothing_trained
 
 RUN = CliRunner()
 
@@ -43,6 +48,23 @@ def test_status_start_stop_export_and_timelines_of_a_server_in_its_run_folder(en
     assert swarm("export", "mine", *where).strip().endswith("exports/mine")
     assert json.loads(swarm("stop", *where, "--json"))["state"] == "OFFLINE"
     assert "ROLLING at step 0" in swarm("start", *where)
+
+
+def test_timelines_say_why_a_reply_is_not_trained(engine: Served) -> None:
+    hi = [{"role": "user", "content": "hi"}]
+    with engine.client() as client, client.episode("t", mode=Mode.EVAL) as episode:
+        first = episode.chat(hi, max_tokens=2, temperature=0)
+        episode.chat([*hi, first.message, *hi], max_tokens=2)
+        episode.end(reward=1.0)
+        recorded = client.timelines(episode.episode_id)
+        (merged,) = client.timelines(episode.episode_id, merge="token")
+    reasons = [
+        [block["untrained_because"] for block in timeline["blocks"] if block["author"] == "llm"]
+        for timeline in (*recorded, merged)
+    ]
+    assert reasons == [["greedy"], [None, None], ["greedy", None]]
+    shown = swarm("timelines", episode.episode_id, "--run-dir", str(engine.run_dir)).splitlines()
+    assert sum("tokens, not trained: greedy]" in line for line in shown) == 1
 
 
 def test_a_server_is_found_by_url_and_token_file_too(engine: Served, tmp_path: Path) -> None:
@@ -118,8 +140,6 @@ def train_once(served: Served) -> None:
 
 
 def test_watch_shows_a_table_in_a_terminal_until_the_server_goes_away(tmp_path: Path) -> None:
-    from conftest import serve_thread
-
     ours, terminal = os.openpty()
     shown = bytearray()
 
@@ -144,8 +164,6 @@ def test_watch_shows_a_table_in_a_terminal_until_the_server_goes_away(tmp_path: 
 
 
 def test_watch_into_a_file_prints_a_line_a_state_and_an_update_at_once(tmp_path: Path) -> None:
-    from conftest import serve_thread
-
     lines: list[str] = []
     with serve_thread(tmp_path / "run") as served, (tmp_path / "out").open("w") as file:
         process = watch(served, file.fileno())
@@ -194,8 +212,6 @@ def test_a_config_that_no_machine_bears_is_refused_in_words(tmp_path: Path, conf
 
 
 def test_serve_with_another_config_in_a_used_folder_is_a_message_and_no_traceback(tmp_path: Path) -> None:
-    from conftest import serve_thread
-
     with serve_thread(tmp_path / "run") as served, served.client() as client:
         client.start(SMALL, wait=True)
         client.episode("t").end(reward=1.0)
@@ -216,24 +232,68 @@ def test_serve_with_another_config_in_a_used_folder_is_a_message_and_no_tracebac
 
 
 def test_every_folder_that_serve_makes_is_its_owners_alone(tmp_path: Path) -> None:
-    from conftest import serve_thread
-
     with serve_thread(tmp_path / "home" / "swarm", worker=("never started",)):
         modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "home", tmp_path / "home" / "swarm")]
     assert modes == [0o700, 0o700]
 
 
+def step_event(step: int, metrics: dict[str, float | None], drops: dict[str, int] | None = None) -> Event:
+    return Event(step, 0.0, "step", {"step": step, "seconds": 1.25, "metrics": metrics, "drops": drops or {}})
+
+
+def shown(width: int, *steps: Event) -> str:
+    with (console := Console(width=width, color_system=None)).capture() as capture:
+        console.print(step_table(steps))
+    return capture.get()
+
+
 def test_a_narrow_terminal_shows_every_number_with_its_exponent() -> None:
-    from rich.console import Console
+    text = shown(60, step_event(1, dict.fromkeys(METRICS, -6.147e-09)))
+    assert "…" not in text
+    assert sorted(set(text) & set("-.0123456789")) == sorted("-.012569")
+    assert text.count("-") == 2 * len(METRICS)
+    assert text.count("9") == len(METRICS)
 
-    from swarm_engine.client import Event
-    from swarm_engine.watch import METRICS, step_table
 
-    payload = {"step": 1, "seconds": 1.25, "metrics": dict.fromkeys(METRICS, -6.147e-09)}
-    with (console := Console(width=60, color_system=None)).capture() as capture:
-        console.print(step_table([Event(1, 0.0, "step", payload)]))
-    shown = capture.get()
-    assert "…" not in shown
-    columns = zip(*(line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")), strict=True)
-    joined = ["".join(cell.strip() for cell in column) for column in columns]
-    assert joined == ["1", "1.25", *["-6.147e-09"] * len(METRICS)]
+def test_a_row_of_the_longest_numbers_takes_80_columns_and_one_line() -> None:
+    longest = step_event(100_000, dict.fromkeys(METRICS, -6.147e-09))
+    lines = [line.rstrip() for line in shown(80, longest).splitlines() if line.strip()]
+    assert lines[-1].split() == ["100000", "1.25", *["-6.15e-09"] * len(METRICS)]
+    assert len(lines[-1]) <= 80
+
+
+FLAT = step_event(
+    2, {"skipped": 1.0, "nonfinite_gradient": 0.0, "greedy_calls": 3.0, "cancelled_calls": 0.0}, {"zero_variance": 32}
+)
+WHY_FLAT = "nothing trained: 32 episodes in groups of equal reward, 3 calls greedy"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "drops", "said"),
+    [
+        ({"skipped": 0.0, "greedy_calls": 3.0}, {"zero_variance": 8}, None),
+        (FLAT.payload["metrics"], FLAT.payload["drops"], WHY_FLAT),
+        ({"skipped": 1.0, "unused_retry_calls": 1.0}, {"untrained": 1}, "1 episode without a reply to train, 1 call"),
+        ({"skipped": 1.0, "nonfinite_gradient": 1.0}, {}, "nothing trained: the gradient was not finite"),
+        ({"skipped": 1.0}, {"lease_expired": 4}, "nothing trained"),
+    ],
+)
+def test_an_update_that_trained_nothing_says_why(
+    metrics: dict[str, float | None], drops: dict[str, int], said: str | None
+) -> None:
+    found = why_nothing_trained(metrics, drops)
+    assert (found is None) if said is None else found is not None and said in found
+
+
+def test_the_table_and_the_lines_of_watch_say_that_nothing_was_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"step 2: {WHY_FLAT}" in shown(80, step_event(1, {"skipped": 0.0}), FLAT)
+    client = SimpleNamespace(events=lambda _: [FLAT])
+    print_lines(cast(SwarmClient, client), 0)
+    assert capsys.readouterr().out == f"step 2: 1.25 s, {WHY_FLAT}\n"
+
+
+def test_the_status_of_an_engine_that_is_off_says_how_to_start_it(tmp_path: Path) -> None:
+    with serve_thread(tmp_path / "run", worker=("never started",)) as served:
+        assert "state     OFFLINE\n          start it with `swarm start`\n" in swarm(
+            "status", "--run-dir", str(served.run_dir)
+        )

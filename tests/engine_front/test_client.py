@@ -18,6 +18,7 @@ from swarm_engine.client import (
     EpisodeResult,
     Event,
     GroupSizeError,
+    NotFiniteError,
     SwarmClient,
     SwarmProtocolError,
     SwarmUnavailableError,
@@ -54,6 +55,30 @@ def test_names_with_every_kind_of_line_end_come_back_whole_in_the_events(serving
     assert [event.payload["task_id"] for event in events if event.kind in ("claim", "episode")] == [name, name]
     with served.client() as client:
         assert list(client.events(follow=False)) == events
+
+
+@pytest.mark.parametrize(
+    ("reward", "metrics", "said"),
+    [
+        (float("nan"), None, "reward is nan, .* give None where it can't be judged"),
+        ({"white": 1.0, "black": float("-inf")}, None, "reward of agent 'black' is -inf"),
+        (None, {"moves": 3.0, "speed": float("inf")}, "metric 'speed' is inf; leave it out"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_in_words_and_the_episode_can_end_with_another(
+    engine: Served, reward: Any, metrics: Any, said: str
+) -> None:
+    async def work(client: AsyncSwarmClient) -> None:
+        async with client.episode("t", mode=Mode.EVAL) as episode:
+            with pytest.raises(NotFiniteError, match=said):
+                await episode.end(reward=reward, metrics=metrics)
+            await episode.end(reward=None)
+
+    with_client(engine, work)
+    with engine.client() as client, client.episode("t", mode=Mode.EVAL) as episode:
+        with pytest.raises(NotFiniteError, match=said):
+            episode.end(reward=reward, metrics=metrics)
+        episode.end(reward=None)
 
 
 def test_a_call_after_the_end_ends_the_run_instead_of_playing_the_task_again(serving: Callable[..., Served]) -> None:

@@ -264,6 +264,30 @@ def test_every_agent_that_spoke_needs_a_reward_and_a_bare_number_goes_to_all(eng
         assert episode.end(reward=2).rewards == {"white": 2.0, "black": 2.0}
 
 
+def test_an_agent_that_got_no_turn_may_have_a_reward_and_is_counted(serving: Callable[..., Served]) -> None:
+    with serving().client() as client:
+        client.start(SMALL, wait=True)
+        for task in ("a", "a", "b", "b"):
+            with client.episode(task) as episode:
+                if task == "a":
+                    episode.chat(HI, agent="white", max_tokens=1)
+                episode.end(reward={"white": 1.0, "black": 0.0, "grey": None})
+        (step,) = wait_for_steps(client, 1)
+    assert step["drops"] == {"silent_agent": 2}
+
+
+def test_a_reward_for_an_agent_that_the_claim_did_not_name_is_refused(engine: Served) -> None:
+    claimed = ask(engine, "POST", "/episodes", claim_body(agents=["white", "black"])).json()
+    path = f"/episodes/{claimed['episode_id']}"
+    end = {"outcome": "success", "reward": {"white": 1.0, "blakc": 0.0}}
+    answer = ask(engine, "POST", f"{path}/end", end)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"] == "reward names 'blakc', which is not in this episode"
+    assert answer.json()["error"]["hint"] == "its claim named white, black"
+    end["reward"] = {"white": 1.0, "black": 0.0}
+    assert ask(engine, "POST", f"{path}/end", end).status_code == 200
+
+
 def test_step_rewards_are_refused_and_not_ignored(engine: Served) -> None:
     with engine.client() as client:
         episode = client.episode("steps", mode=EVAL)

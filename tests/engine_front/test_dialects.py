@@ -1110,10 +1110,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"tools": [LOOKUP], "tool_choice": {"type": "function", "function": {"name": "x"}}},
         "tool_choice",
     ),
-    ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
+    ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
     ("chat/completions", {"functions": [{"name": "f"}]}, "functions"),
-    ("chat/completions", {"response_format": {"type": "xml"}}, "response_format"),
-    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format"),
+    ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
+    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format.schema"),
     ("chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
     ("chat/completions", {"web_search_options": {}}, "web_search_options"),
     ("chat/completions", {"verbosity": "low"}, "verbosity"),
@@ -1124,20 +1124,25 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": ""}, "prompt"),
     ("completions", {"prompt": [1, -1]}, "prompt"),
     ("completions", {"top_p": 0.5}, "top_p"),
-    ("responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ("responses", {"input": []}, "input"),
     (
         "responses",
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0].content",
+        "input[0].content[0].type",
     ),
-    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
-    ("responses", {"reasoning": {"effort": "high"}}, "reasoning"),
+    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ("responses", {"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ("responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
     ("responses", {"truncation": "auto"}, "truncation"),
     ("responses", {"background": True}, "background"),
     ("responses", {"conversation": "x"}, "conversation"),
-    ("responses", {"include": ["file_search_call.results"]}, "include"),
-    ("responses", {"text": {"verbosity": "low"}}, "text"),
+    ("responses", {"include": ["file_search_call.results"]}, "include[0]"),
+    ("responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+    ("responses", {"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ("responses", {"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
+    ("chat/completions", {"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+    ("chat/completions", {"stream_options": {"x": True}}, "stream_options.x"),
     ("responses", {"max_tool_calls": 3}, "max_tool_calls"),
     ("responses", {"temperature": 3}, "temperature"),
     *(
@@ -1145,20 +1150,39 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         for route in ("chat/completions", "completions", "responses")
         for name, value in (("top_p", True), ("presence_penalty", False), ("top_k", False))
     ),
-    ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_calls": [A_CALL]}]}, "messages[0]"),
-    ("chat/completions", {"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]}, "messages[0]"),
-    ("chat/completions", {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]}, "messages[0]"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [A_CALL]}]},
+        "messages[0].tool_calls",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]},
+        "messages[0].reasoning_content",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a", "tool_call_id": "b"}]},
+        "messages[0].tool_call_id",
+    ),
     (
         "chat/completions",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "detail": "low"}]}]},
-        "messages[0].content[0]",
+        "messages[0].content[0].detail",
     ),
-    ("chat/completions", calling({**A_CALL, "type": "custom"}), "messages[1].tool_calls[0]"),
-    ("chat/completions", calling({**A_CALL, "result": "17"}), "messages[1].tool_calls[0]"),
+    ("chat/completions", calling({"id": "c"}), "messages[1].tool_calls[0].function"),
+    ("chat/completions", {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (
+        "chat/completions",
+        {"messages": [*HI, *HI, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[2].content[0].type",
+    ),
+    ("chat/completions", calling({**A_CALL, "type": "custom"}), "messages[1].tool_calls[0].type"),
+    ("chat/completions", calling({**A_CALL, "result": "17"}), "messages[1].tool_calls[0].result"),
     (
         "chat/completions",
         calling({**A_CALL, "function": {"name": "f", "arguments": "{}", "output": "17"}}),
-        "messages[1].tool_calls[0].function",
+        "messages[1].tool_calls[0].function.output",
     ),
     ("responses", {"input": "\ufdd0"}, "input"),
     ("responses", {"instructions": "\ufdd0"}, "instructions"),
@@ -1627,6 +1651,61 @@ def test_a_tool_whose_schema_no_grammar_follows_is_named_where_the_grammar_needs
         assert answer.status_code == 200, answer.text
 
 
+def chat_result(**of: str) -> dict[str, Any]:
+    return {"role": "tool", "content": "17", **of}
+
+
+def claude_result(call_id: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": "17"}]}
+
+
+CHAT_CALL = {"role": "assistant", "tool_calls": [A_CALL]}
+CLAUDE_CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+ITEM_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+ITEM_RESULT = {"type": "function_call_output", "call_id": "c", "output": "17"}
+ORPHANS: list[tuple[str, dict[str, Any], str]] = [
+    ("chat/completions", {"messages": [chat_result(tool_call_id="c")]}, "messages[0].tool_call_id"),
+    ("chat/completions", {"messages": [*HI, chat_result()]}, "messages[1].tool_call_id"),
+    ("chat/completions", {"messages": [CHAT_CALL, chat_result(tool_call_id="d")]}, "messages[1].tool_call_id"),
+    ("chat/completions", {"messages": [chat_result(tool_call_id="c"), CHAT_CALL]}, "messages[0].tool_call_id"),
+    ("messages", {"messages": [claude_result("c")]}, "messages[0].content[0].tool_use_id"),
+    ("messages", {"messages": [*HI, CLAUDE_CALL, claude_result("d")]}, "messages[2].content[0].tool_use_id"),
+    ("messages/count_tokens", {"messages": [claude_result("c")]}, "messages[0].content[0].tool_use_id"),
+    ("responses", {"input": [ITEM_RESULT]}, "input[0].call_id"),
+    ("responses", {"input": [ITEM_CALL, {**ITEM_RESULT, "call_id": "d"}]}, "input[1].call_id"),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "place"), ORPHANS, ids=[place for _, _, place in ORPHANS])
+def test_a_result_that_answers_no_call_is_a_400_that_names_its_place(
+    played: Served, route: str, body: dict[str, Any], place: str
+) -> None:
+    with episode(played, "yes") as claimed:
+        answer = post(claimed, route, {"model": "m", **({"max_tokens": 9} if route == "messages" else {}), **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{place} is ")
+    assert "send the assistant's message with the call before its result" in error["message"]
+    assert error.get("param", place) == place
+
+
+def test_a_result_may_answer_a_call_of_any_message_before_it_and_a_legacy_one_names_none(played: Served) -> None:
+    messages = [
+        CHAT_CALL, chat_result(tool_call_id="c"), *HI, {**CHAT_CALL, "tool_calls": [{**A_CALL, "id": "d"}]},
+        chat_result(tool_call_id="c"), {"role": "function", "name": "f", "content": "17"},
+    ]  # fmt: skip
+    claude = [*HI, CLAUDE_CALL, claude_result("c"), CLAUDE_CALL, claude_result("c")]
+    with episode(played, "yes", "yes", "yes") as claimed:
+        for route, body in (
+            ("chat/completions", {"messages": messages}),
+            ("messages", {"messages": claude, "max_tokens": 9}),
+            ("responses", {"input": [ITEM_CALL, ITEM_RESULT, *HI]}),
+        ):
+            answer = post(claimed, route, {"model": "m", **body})
+            assert answer.status_code == 200, answer.text
+
+
 def test_json_cut_at_the_limit_is_not_repaired(played: Served) -> None:
     """B076."""
     text = '{"items":["a","b"]}'
@@ -1660,10 +1739,10 @@ def test_a_schema_that_is_none_is_a_400_that_names_its_field(engine: Served) -> 
         bad = {"type": "nonsense"}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
         answer = post(claimed, "chat/completions", {**BODIES["chat/completions"], "response_format": form})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format.json_schema.schema")
         flat = {"format": {"type": "json_schema", "name": "x", "schema": bad}}
         answer = post(claimed, "responses", {**BODIES["responses"], "text": flat})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format.schema")
 
 
 def test_content_that_is_null_empty_or_missing_beside_calls_is_the_same_prompt(played: Served) -> None:

@@ -64,6 +64,23 @@ def test_the_openai_sdk_works_with_and_without_v1(engine: Served, episode: SyncE
     assert choice.finish_reason == ("stop" if sampled["token_ids"][-1] == END_ID else "length")
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/chat/completions", "/v1/responses", "/v1/models/policy"])
+def test_an_inference_route_without_an_episode_says_where_its_routes_are(engine: Served, path: str) -> None:
+    answer = httpx.request("GET" if "models" in path else "POST", engine.url + path, json={})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (404, "no_episode", "invalid_request_error")
+    assert error["message"] == (
+        f"{path} is a route of an episode, and this address names none; claim an episode with POST /swarm/v1/episodes "
+        "and use the base_url and api_key that it returns"
+    )
+
+
+def test_so_does_anthropics_route_in_its_own_shape(engine: Served) -> None:
+    error = httpx.post(f"{engine.url}/v1/messages", json={}).json()
+    assert (error["type"], error["error"]["type"]) == ("error", "not_found_error")
+    assert "use the base_url" in error["error"]["message"]
+
+
 def test_streamed_and_whole_replies_of_one_seed_are_the_same_to_the_token(engine: Served, episode: SyncEpisode) -> None:
     """B010, B067."""
     with sdk(episode) as client:
@@ -155,11 +172,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": [""]}, "stop"),
     ({"stop": 5}, "stop"),
     ({"stream": 1}, "stream"),
-    ({"stream_options": {"x": 1}}, "stream_options"),
+    ({"stream_options": {"x": 1}}, "stream_options.x"),
     ({"messages": []}, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        "messages[0].content",
+        "messages[0].content[0].type",
     ),
 ]
 

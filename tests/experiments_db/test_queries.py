@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from sqlmodel import Session
 from experiments_db.derive import Event, store
 from experiments_db.engine import Database
 from experiments_db.errors import NotFoundError
-from experiments_db.intervals import Interval, t_interval
+from experiments_db.intervals import Interval, likelihood_interval, t_interval
 from experiments_db.models import (
     Experiment,
     ExperimentStatus,
@@ -106,9 +106,51 @@ def test_the_t_interval_is_that_of_the_tables() -> None:
     assert interval.n == 3
 
 
-def test_one_value_has_no_interval_and_none_has_no_mean() -> None:
-    assert t_interval([0.25]) == Interval(0.25, None, None, 1)
-    assert t_interval([]) is None
+@pytest.mark.parametrize("interval", [t_interval, likelihood_interval])
+def test_one_value_has_no_interval_and_none_has_no_mean(interval: Callable[[list[float]], Interval | None]) -> None:
+    assert interval([0.25]) == Interval(0.25, None, None, 1)
+    assert interval([]) is None
+    assert interval([1.0, 1.0]) == Interval(1.0, 1.0, 1.0, 2)
+
+
+def test_the_interval_of_wins_is_that_of_the_binomial_likelihood() -> None:
+    # 149 games of 150 won; 1.976013 by a table of Student's t for 149 degrees of freedom.
+    found = likelihood_interval([1.0] * 149 + [0.0])
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert 0 < found.low < 149 / 150 < found.high < 1
+    for p in (found.low, found.high):
+        lost = 2 * (149 * math.log(149 / 150 / p) + math.log(1 / 150 / (1 - p)))
+        assert lost == pytest.approx(1.976013**2, abs=1e-4)
+
+
+@given(st.lists(st.sampled_from([-0.5, 0.0, 0.3, 0.5, 1.0]), min_size=2, max_size=40))
+def test_an_interval_of_rewards_lies_within_them_and_holds_their_mean(rewards: list[float]) -> None:
+    found = likelihood_interval(rewards)
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
+    assert min(rewards) <= found.low <= found.mean + 1e-12
+    assert found.mean - 1e-12 <= found.high <= max(rewards)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=2, max_size=30))
+def test_an_interval_of_mirrored_rewards_is_the_mirrored_interval(rewards: list[float]) -> None:
+    one, other = likelihood_interval(rewards), likelihood_interval([1 - reward for reward in rewards])
+    assert one is not None
+    assert other is not None
+    assert one.low == pytest.approx(1 - (other.high or 0), abs=1e-6)
+
+
+def test_the_interval_of_rewards_near_their_best_holds_the_truth_as_often_as_it_says() -> None:
+    rng = random.Random(0)
+    held = 0
+    for _ in range(1000):
+        found = likelihood_interval([float(rng.random() < 0.95) for _ in range(150)])
+        assert found is not None
+        held += (found.low or 0) <= 0.95 <= (found.high or 0)
+    assert 0.93 <= held / 1000 <= 0.975
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -245,7 +287,7 @@ def test_attempts_at_one_task_are_averaged_before_the_interval(database: Databas
         told.evaluate(0, {"a": [1.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0], "c": [0.0]})
         told.done()
         (evaluation,) = held_out_curve(session, experiment_id)
-    assert evaluation.reward == t_interval([1.0, 0.5, 0.0])
+    assert evaluation.reward == likelihood_interval([1.0, 0.5, 0.0])
     assert evaluation.num_attempted == 7
 
 
@@ -260,8 +302,8 @@ def test_measurements_of_the_same_weights_are_pooled_and_others_are_not(database
         (main,) = held_out_curve(session, experiment_id)
         (greedy,) = held_out_curve(session, experiment_id, temperature=0.0)
     assert [(one.temperature, one.label) for one in every] == [(0.0, "after"), (1.0, "during+after")]
-    assert main.reward == t_interval([0.5, 0.0])
-    assert greedy.reward == t_interval([1.0, 1.0])
+    assert main.reward == likelihood_interval([0.5, 0.0])
+    assert greedy.reward == likelihood_interval([1.0, 1.0])
 
 
 def test_attempts_that_nobody_judged_are_counted_and_not_averaged(database: Database, experiment_id: str) -> None:
@@ -333,9 +375,9 @@ def test_runs_are_listed_by_study_arm_and_seed_with_before_and_after(database: D
     assert run.rewards == (0.1, None)
     assert run.last_reward is None
     assert run.before is not None
-    assert run.before.reward == t_interval([0.0, 0.25])
+    assert run.before.reward == likelihood_interval([0.0, 0.25])
     assert run.after is not None
-    assert run.after.reward == t_interval([0.5, 0.75])
+    assert run.after.reward == likelihood_interval([0.5, 0.75])
     assert runs[4].status is ExperimentStatus.FAILED
     assert runs[4].status_reason == "FAILED_NAN: loss is NaN"
     assert (runs[0].before, runs[0].after, runs[0].last_reward, runs[0].steps) == (None, None, None, 0)

@@ -31,10 +31,13 @@ def test_people_read_a_sentence(tmp_path: Path) -> None:
     out = io.StringIO()
     record = Record(tmp_path, as_json=False, out=out)
     record.emit("evaluation", label="before", step=0, temperature=0, mean=0.25, ci=[0.2, 0.3], n_groups=150)
-    record.emit("step", step=3, updates=40, metrics={"reward_mean": None, "entropy": 0.5}, seconds=1.25)
+    metrics = {"reward_mean": None, "entropy": 0.5}
+    record.emit("step", step=3, updates=40, metrics=metrics, drops={}, seconds=1.25)
+    record.emit("step", step=4, updates=40, metrics={"skipped": 1.0}, drops={"zero_variance": 32}, seconds=1.25)
     assert out.getvalue().splitlines() == [
         "before (step 0), greedy: 0.250 [0.200, 0.300] over 150 held-out games",
         "step    3/40  reward     –  entropy 0.500  1.2 s",
+        "step    4/40  reward     –  entropy     –  1.2 s  nothing trained: 32 episodes in groups of equal reward",
     ]
 
 

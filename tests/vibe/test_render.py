@@ -110,11 +110,14 @@ def test_an_edited_project_is_overwritten_only_by_force(tmp_path: Path) -> None:
     render.write(files, tmp_path / "game")
     mine = tmp_path / "game" / "rewards.py"
     mine.write_text("REWARD = 1\n", encoding="utf-8")
-    with pytest.raises(ProjectError, match=r"rewards\.py.*--force"):
+    with pytest.raises(ProjectError, match=r"rewards\.py.*as it is with `python train\.py --run-dir runs/1`.*--force"):
         render.write(files, tmp_path / "game")
     assert mine.read_text(encoding="utf-8") == "REWARD = 1\n"
     assert render.write(files, tmp_path / "game", force=True) is True
     assert mine.read_text(encoding="utf-8") == files["rewards.py"]
+    (tmp_path / "game" / "train.py").unlink()
+    with pytest.raises(ProjectError, match=r"\(files are missing\); name a new folder"):
+        render.write(files, tmp_path / "game")
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:

@@ -63,3 +63,8 @@ def test_an_evaluation_that_lost_every_game_says_how_many_and_what_to_do(tmp_pat
 def test_an_evaluation_with_one_game_left_has_no_interval(tmp_path: Path) -> None:
     said = evaluate([None, 0.5, None], tmp_path)
     assert said == "before (step 0), temperature 1: 0.500 [–, –] over 1 held-out games\n"
+
+
+def test_an_interval_does_not_reach_above_the_best_reward(tmp_path: Path) -> None:
+    said = evaluate([1.0] * 29 + [-0.5], tmp_path)  # Student's interval would end at 1.052
+    assert "0.950 [0.782, 0.998] over 30 held-out games" in said

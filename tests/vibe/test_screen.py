@@ -18,13 +18,14 @@ BEFORE, AFTER = (
     {"event": "evaluation", "label": label, "step": step, "temperature": 1, "mean": mean, "ci": ci, "n_groups": 9}
     for label, step, mean, ci in (("before", 0, 0.2, [0.1, 0.3]), ("after", 2, 0.8, [0.7, 0.9]))
 )
+STEP: dict[str, Any] = {"updates": 2, "drops": {}, "seconds": 1.5}
 EVENTS: list[dict[str, Any]] = [
     {"event": "begin", "spec": SPEC},
     {"event": "level", "player": "random", "mean": 0.5, "ci": [0.4, 0.6], "n_groups": 9},
     {"event": "variance", "share": 0.75, "n_groups": 12, "limit": 1 / 3},
     BEFORE,
-    {"event": "step", "step": 1, "updates": 2, "metrics": {"reward_mean": 0.25, "entropy": 0.9}, "seconds": 1.5},
-    {"event": "step", "step": 2, "updates": 2, "metrics": {"reward_mean": None, "entropy": None}, "seconds": 1.5},
+    {"event": "step", "step": 1, "metrics": {"reward_mean": 0.25, "entropy": 0.9}, **STEP},
+    {"event": "step", "step": 2, "metrics": {"reward_mean": None, "entropy": None}, **STEP},
     AFTER,
     {"event": "result", "path": "results.json", "seconds": 12.0},
     {"event": "something a later version says"},

@@ -1,4 +1,4 @@
-"""What all APIs say in other words: which tools a reply may call, and which form it must have."""
+"""What all APIs say in other words: which call a result answers, which tools a reply may call, and its form."""
 
 from __future__ import annotations
 
@@ -10,6 +10,25 @@ from swarm_engine.server.dialects.fields import blaming
 from swarm_engine.server.episodes import Auto, Named, NoTools, Required, ToolChoice
 from swarm_engine.server.grammars import check_parameters, json_object_grammar, json_schema_grammar
 from swarm_engine.tracker.messages import Message
+
+
+def check_result(call_id: str | None, known: Collection[str], where: str) -> None:
+    """See that a tool's result answers a call; the templates would show the model an answer to nothing.
+
+    Args:
+        call_id: of the call that it answers; one without goes with any call, as legacy functions do.
+        known: ids of the calls before it. They are the caller's own: frameworks rename them.
+        where: place of the id in the request.
+    Raises:
+        BadRequestError: no call before it has this id.
+    """
+    if call_id not in known and (call_id is not None or not known):
+        made = f"those before it are {shortened(', '.join(map(shown, known)))}" if known else "there is none before it"
+        raise BadRequestError(
+            f"{where} is {shown(call_id)}, and no tool call has that id: {made}",
+            "send the assistant's message with the call before its result, or leave both out",
+            param=where,
+        )
 
 
 def openai_tool_choice(value: Any, tools: Sequence[Message]) -> ToolChoice:
@@ -87,8 +106,8 @@ def _check_callable(tools: Sequence[Message], names: Collection[str]) -> None:
                 raise BadRequestError(f"{where} ({shown(function['name'])}): {error}", param=where) from error
 
 
-def form(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -> str | None:
-    """The grammar of an answer's form: text has none, else it is a JSON object, or what fits a schema.
+def answer_grammar(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -> str | None:
+    """The grammar that an answer is asked to follow: text has none, else it is a JSON object, or what fits a schema.
 
     Chat completions put the schema one level deeper than the other APIs. Tools that may be called in the answer's place
     are part of what the reply must follow.
@@ -101,11 +120,14 @@ def form(value: Any, param: str, choice: ToolChoice, tools: Sequence[Message]) -
         case {"type": "json_object"}:
             return json_object_grammar()
         case {"type": "json_schema", "json_schema": {"schema": schema}} | {"type": "json_schema", "schema": schema}:
-            return blaming(param, lambda: json_schema_grammar(schema))
+            place = f"{param}.json_schema.schema" if "json_schema" in value else f"{param}.schema"
+            return blaming(place, lambda: json_schema_grammar(schema))
         case {"type": "json_schema"}:
-            raise BadRequestError(f"{param} has no schema", "put the JSON schema there", param=param)
+            raise BadRequestError(f"{param} has no schema", "put the JSON schema there", param=f"{param}.schema")
     raise UnsupportedError(
-        f"{param} is {shown(value)}", "its type is text, json_object or json_schema with a schema", param=param
+        f"{param} is {shown(value)}",
+        "its type is text, json_object or json_schema with a schema",
+        param=f"{param}.type" if isinstance(value, dict) else param,
     )
 
 

@@ -15,7 +15,7 @@ from swarm_engine.errors import BadRequestError, SwarmEngineError
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
 from swarm_engine.tracker.answers import ReasoningDelta, TextDelta, ToolCallDelta
-from swarm_engine.tracker.messages import parse_messages, parse_tools
+from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -159,7 +159,7 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
     return ChatRequest(
         model=fields.text(raw, "model") or "",
         call=CallRequest(
-            messages=parse_messages(raw.get("messages")),
+            messages=_messages(raw.get("messages")),
             max_tokens=fields.limit(raw, "max_completion_tokens", "max_tokens"),
             temperature=fields.temperature(raw),
             seed=fields.seed(raw),
@@ -167,7 +167,7 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
             tools=tools,
             tool_choice=choice,
             is_single_call=not fields.flag(raw, "parallel_tool_calls", default=True),
-            grammar=asking.form(raw.get("response_format"), "response_format", choice, tools),
+            grammar=asking.answer_grammar(raw.get("response_format"), "response_format", choice, tools),
             num_choices=fields.integer(raw, "n", 1, MAX_CHOICES) or 1,
             top_logprobs=top_logprobs,
             unthinking="reasoning_effort" if raw.get("reasoning_effort") is not None else None,
@@ -177,6 +177,17 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
         has_usage_event=usage_event(raw),
         has_logprobs=has_logprobs,
     )
+
+
+def _messages(raw: Any) -> tuple[Message, ...]:
+    """The messages of a request, in which every tool message answers a call."""
+    parsed = parse_messages(raw)
+    known: set[str] = set()
+    for index, message in enumerate(raw):
+        if message["role"] in ("tool", "function"):
+            asking.check_result(message.get("tool_call_id"), known, f"messages[{index}].tool_call_id")
+        known.update(call.get("id") or "" for call in message.get("tool_calls") or ())
+    return parsed
 
 
 def usage_event(raw: Mapping[str, Any]) -> bool:

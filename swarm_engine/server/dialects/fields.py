@@ -191,10 +191,14 @@ def stream_options(raw: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
     options = raw.get("stream_options")
     if options is None:
         return {}
-    if not isinstance(options, dict) or options.keys() - set(known):
-        raise UnsupportedError(f"stream_options takes {' and '.join(known)} only", param="stream_options")
+    if not isinstance(options, dict):
+        raise BadRequestError("stream_options must be an object", param="stream_options")
+    if unknown := [name for name in options if name not in known]:
+        raise UnsupportedError(
+            f"stream_options takes {' and '.join(known)} only", param=f"stream_options.{shortened(unknown[0])}"
+        )
     for name in known:
-        flag(options, name)
+        flag(options, name, where="stream_options")
     return options
 
 

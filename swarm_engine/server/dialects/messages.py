@@ -12,7 +12,7 @@ is sampled its input is held back until it is complete, for the SDK raises on in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from swarm_engine.tracker.messages import (
 from swarm_engine.types import FinishReason
 
 INVALID = "INVALID_JSON"
+"""The only key of an input that stands for arguments that are no object."""
 SYSTEM_SEPARATOR = "\n"
 
 MESSAGE_FIELDS = ("role", "content")
@@ -121,8 +122,8 @@ class Blocks:
         self._request = request
         self._ask = ask
         self._content: list[dict[str, Any]] = []
-        self._kind: object = None
-        """Of the pieces that the open block takes: their type, and for a call its place; None where none is open."""
+        self._kind: writing.PieceKind | None = None
+        """Of the pieces that the open block takes; None where none is open."""
         self._parts: list[str] = []
         """Text of the open block."""
 
@@ -152,7 +153,7 @@ class Blocks:
     def take(self, news: News) -> Iterable[Event]:
         """Events of what came in."""
         for delta in news.deltas:
-            kind = type(delta) if isinstance(delta, TextDelta | ReasoningDelta) else delta.index
+            kind = writing.piece_kind(delta)
             if kind != self._kind:
                 yield from self.close()
                 yield self._open(delta)
@@ -276,7 +277,7 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> MessagesRequest:
             tools=tools,
             tool_choice=choice,
             is_single_call=not is_parallel,
-            grammar=_form(raw.get("output_config"), choice, tools),
+            grammar=_grammar(raw.get("output_config"), choice, tools),
             unthinking="thinking" if raw.get("thinking") == {"type": "disabled"} else None,
             script=fields.script(raw),
         ),
@@ -295,7 +296,7 @@ def parse_count(raw: Mapping[str, Any]) -> tuple[str, tuple[Message, ...], tuple
     COUNT_RULES.check(raw)
     messages, tools = _prompt(raw)
     choice, _ = _tool_choice(raw.get("tool_choice"), tools)
-    _form(raw.get("output_config"), choice, tools)
+    _grammar(raw.get("output_config"), choice, tools)
     return fields.text(raw, "model") or "", messages, tools
 
 
@@ -305,13 +306,16 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
         messages.append({"role": "system", "content": _system(system, "system")})
     if not raw.get("messages"):
         raise BadRequestError("messages must be a list with at least one message", param="messages")
+    known: set[str] = set()
+    """Ids of the calls so far."""
     for where, message in fields.items(raw["messages"], "messages"):
         check_fields(message, MESSAGE_FIELDS, where)
         match message.get("role"):
             case "user":
-                messages += _user(message.get("content"), f"{where}.content")
+                messages += _user(message.get("content"), f"{where}.content", known)
             case "assistant":
                 messages.append(_assistant(message.get("content"), f"{where}.content"))
+                known.update(call["id"] for call in messages[-1].get("tool_calls", ()))
             case "system":
                 messages.append({"role": "system", "content": _system(message.get("content"), f"{where}.content")})
             case role:
@@ -351,7 +355,7 @@ def _system(content: Any, where: str) -> str:
     return SYSTEM_SEPARATOR.join(_block_text(block, place) for place, block in _blocks(content, where))
 
 
-def _user(content: Any, where: str) -> list[dict[str, Any]]:
+def _user(content: Any, where: str, known: Collection[str]) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     for place, block in _blocks(content, where):
@@ -361,7 +365,9 @@ def _user(content: Any, where: str) -> list[dict[str, Any]]:
         fields.flag(block, "is_error", where=place)
         inner = block.get("content")
         text = "" if inner is None else "".join(_block_text(*one[::-1]) for one in _blocks(inner, f"{place}.content"))
-        results.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": text})
+        call_id = _field(block, "tool_use_id", place)
+        asking.check_result(call_id, known, f"{place}.tool_use_id")
+        results.append({"role": "tool", "tool_call_id": call_id, "content": text})
     if texts or not results:
         results.append({"role": "user", "content": "".join(texts)})
     return results
@@ -393,12 +399,11 @@ def _field(block: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _arguments(value: Any, where: str) -> Any:
-    match value:
-        case {"INVALID_JSON": str(text)} if len(value) == 1:
-            return read_text(text, f"{where}.input")
-        case dict():
-            return read_object(value, f"{where}.input")
-    raise BadRequestError(f"{where}.input must be an object", param=f"{where}.input")
+    if not isinstance(value, dict):
+        raise BadRequestError(f"{where}.input must be an object", param=f"{where}.input")
+    if value.keys() == {INVALID} and isinstance(value[INVALID], str):
+        return read_text(value[INVALID], f"{where}.input")
+    return read_object(value, f"{where}.input")
 
 
 def _tools(raw: Any) -> Any:
@@ -443,9 +448,9 @@ def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]
     )
 
 
-def _form(value: Any, choice: ToolChoice, tools: tuple[Tool, ...]) -> str | None:
+def _grammar(value: Any, choice: ToolChoice, tools: tuple[Tool, ...]) -> str | None:
     if value is None:
         return None
     if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"format"}):
         raise UnsupportedError("output_config takes format only", "leave the rest out", param="output_config")
-    return asking.form(value.get("format"), "output_config", choice, tools)
+    return asking.answer_grammar(value.get("format"), "output_config.format", choice, tools)

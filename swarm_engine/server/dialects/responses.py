@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -93,8 +93,8 @@ class Items:
         self._is_open = False
         self._parts: list[str] = []
         """Text of the open item."""
-        self._kind: object = None
-        """Of the pieces that the open item takes: their type, and for a call its place."""
+        self._kind: writing.PieceKind | None = None
+        """Of the pieces that the open item takes; None where none is open."""
         self._told: list[dict[str, Any]] = []
         """Log-probabilities that the events of the open text have told."""
         self._num_told = 0
@@ -133,7 +133,7 @@ class Items:
     def take(self, news: News) -> Iterable[Event]:
         """Events of what came in."""
         for delta, end in zip(news.deltas, news.ends, strict=True):
-            kind = type(delta) if isinstance(delta, TextDelta | ReasoningDelta) else delta.index
+            kind = writing.piece_kind(delta)
             if kind != self._kind:
                 yield from self._close_item("completed")
                 yield from self._open_item(delta)
@@ -302,10 +302,13 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     include = raw.get("include") or []
     if not isinstance(include, list):
         raise BadRequestError(f"include must be a list, not {include!r:.80}", param="include")
-    if unknown := [one for one in include if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING)]:
-        raise UnsupportedError(f"include has {shown(unknown[0])}, which this server has nothing of", param="include")
+    for index, one in enumerate(include):
+        if one not in (INCLUDE_LOGPROBS, INCLUDE_REASONING):
+            place = f"include[{index}]"
+            raise UnsupportedError(f"{place} is {shown(one)}, which this server has nothing of", param=place)
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
-    history = (*_earlier(raw, episode), *parse_messages(_messages(raw.get("input"))))
+    earlier = _earlier(raw, episode)
+    history = (*earlier, *parse_messages(_messages(raw.get("input"), earlier)))
     instructions = fields.text(raw, "instructions")
     own = (
         parse_messages([{"role": "system", "content": read_text(instructions, "instructions")}]) if instructions else ()
@@ -313,7 +316,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     tools = parse_tools(_tools(raw.get("tools")))
     choice = asking.openai_tool_choice(raw.get("tool_choice"), tools)
     is_parallel = fields.flag(raw, "parallel_tool_calls", default=True)
-    form = _form(raw.get("text"))
+    text_format = _format(raw.get("text"))
     return ResponsesRequest(
         model=fields.text(raw, "model") or "",
         call=CallRequest(
@@ -325,7 +328,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
             tools=tools,
             tool_choice=choice,
             is_single_call=not is_parallel,
-            grammar=asking.form(form, "text", choice, tools),
+            grammar=asking.answer_grammar(text_format, "text.format", choice, tools),
             top_logprobs=top_logprobs,
             unthinking=_unthinking(raw.get("reasoning")),
             script=fields.script(raw),
@@ -342,7 +345,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
             "parallel_tool_calls": is_parallel,
             "previous_response_id": raw.get("previous_response_id"),
             "store": raw.get("store", True),
-            "text": {"format": form or {"type": "text"}},
+            "text": {"format": text_format or {"type": "text"}},
             "tool_choice": raw.get("tool_choice") or "auto",
             "tools": raw.get("tools") or [],
             "top_logprobs": top_logprobs,
@@ -368,25 +371,30 @@ def _earlier(raw: Mapping[str, Any], episode: LiveEpisode) -> tuple[Message, ...
 
 def _unthinking(value: Any) -> str | None:
     value = {} if value is None else value
-    if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"effort"}):
-        raise UnsupportedError(
-            f"reasoning={shown(value)} is not taken by this server", fields.WHY["reasoning"], param="reasoning"
-        )
+    if not isinstance(value, dict):
+        raise BadRequestError(f"reasoning must be an object, not {shown(value)}", param="reasoning")
+    for name, one in value.items():
+        if one is not None and (name, one) != ("effort", "none"):
+            place = f"reasoning.{shortened(name)}"
+            raise UnsupportedError(
+                f"{place}={shown(one)} is not taken by this server", fields.WHY["reasoning"], param=place
+            )
     effort = value.get("effort")
-    if effort not in (None, "none"):
-        raise UnsupportedError(f"reasoning.effort is {shown(effort)}", fields.WHY["reasoning"], param="reasoning")
     return None if effort is None else "reasoning"
 
 
-def _form(value: Any) -> Any:
+def _format(value: Any) -> Any:
+    """Of the text that is asked for."""
     if value is None:
         return None
-    if (
-        not isinstance(value, dict)
-        or value.keys() - {"format", "verbosity"}
-        or value.get("verbosity") not in (None, "medium")
-    ):
-        raise UnsupportedError("text takes format only", 'its verbosity is "medium"', param="text")
+    if not isinstance(value, dict):
+        raise BadRequestError(f"text must be an object, not {shown(value)}", param="text")
+    if unknown := [name for name in value if name not in ("format", "verbosity")]:
+        raise UnsupportedError("text takes format only", "leave the rest out", param=f"text.{shortened(unknown[0])}")
+    if value.get("verbosity") not in (None, "medium"):
+        raise UnsupportedError(
+            f"text.verbosity is {shown(value['verbosity'])}", 'it is taken at "medium" only', param="text.verbosity"
+        )
     return value.get("format")
 
 
@@ -400,30 +408,39 @@ def _tools(raw: Any) -> Any:
             raise UnsupportedError(
                 f"{where} is a tool of type {shown(tool.get('type'))}, the model calls functions only",
                 "send functions and run them yourself",
-                param=where,
+                param=f"{where}.type",
             )
         known = {"type", "name", "description", "parameters", "strict"}
         if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False)]:
-            raise UnsupportedError(
-                f"{where}.{shortened(unknown[0])} is not taken by this server", "leave it out", param=where
-            )
+            place = f"{where}.{shortened(unknown[0])}"
+            raise UnsupportedError(f"{place} is not taken by this server", "leave it out", param=place)
         wrapped.append(
             asking.wrapped(tool.get("name"), tool.get("description"), tool.get("parameters"), tool.get("strict"))
         )
     return wrapped
 
 
-def _messages(raw: Any) -> list[dict[str, Any]]:
-    """Items as messages of chat completions."""
+def _messages(raw: Any, earlier: Sequence[Message]) -> list[dict[str, Any]]:
+    """Items as messages of chat completions, which go on from earlier ones."""
     if isinstance(raw, str):
         return [{"role": "user", "content": read_text(raw, "input")}]
     if not raw:
         raise BadRequestError("input must be a text or a list with at least one item", param="input")
+    known = _call_ids(earlier)
     messages: list[dict[str, Any]] = []
     for is_reply, group in groupby(fields.items(raw, "input"), lambda one: _is_reply(one[1])):
         items = list(group)
-        messages += _replies(items) if is_reply else [_other(item, where) for where, item in items]
+        if is_reply:
+            replies = _replies(items)
+            known |= _call_ids(replies)
+            messages += replies
+        else:
+            messages += [_other(item, where, known) for where, item in items]
     return messages
+
+
+def _call_ids(messages: Iterable[Message]) -> set[str]:
+    return {call["id"] for message in messages for call in message.get("tool_calls", ())}
 
 
 def _kind(item: Mapping[str, Any]) -> Any:
@@ -456,7 +473,8 @@ def _replies(items: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, A
             reply["content"] += _text(item.get("content"), f"{where}.content")
         else:
             function = {"name": read_text(item.get("name"), f"{where}.name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            call_id = read_text(item.get("call_id") or "", f"{where}.call_id")
+            call = {"id": call_id, "type": "function", "function": function}
             reply.setdefault("tool_calls", []).append(call)
     if not replies:
         replies.append({"role": "assistant", "content": ""})
@@ -469,17 +487,19 @@ def _add_thought(reply: dict[str, Any], thought: str) -> None:
         reply["reasoning_content"] = reply.get("reasoning_content", "") + thought
 
 
-def _other(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _other(item: Mapping[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     kind = _kind(item)
     if kind == "message":
         return {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
     if kind == "function_call_output":
         output = _text(item.get("output"), f"{where}.output")
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+        call_id = read_text(item.get("call_id"), f"{where}.call_id")
+        asking.check_result(call_id, known, f"{where}.call_id")
+        return {"role": "tool", "tool_call_id": call_id, "content": output}
     raise UnsupportedError(
         f"{where} is an item of type {shown(kind)}",
         "this server takes message, reasoning, function_call and function_call_output",
-        param=where,
+        param=f"{where}.type",
     )
 
 
@@ -492,7 +512,7 @@ def _text(content: Any, where: str) -> str:
             raise UnsupportedError(
                 f"{place} is a part of type {shown(part.get('type'))}, this model reads text only",
                 'send {"type": "input_text", "text": ...}',
-                param=where,
+                param=f"{place}.type",
             )
         texts.append(read_text(part["text"], f"{place}.text"))
     return "".join(texts)

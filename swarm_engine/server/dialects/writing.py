@@ -8,10 +8,19 @@ from typing import Any
 
 from swarm_engine.errors import SwarmEngineError
 from swarm_engine.server.episodes import RunningAsk, RunningCall
+from swarm_engine.tracker.answers import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.types import FinishReason
 
+PieceKind = type[TextDelta] | type[ReasoningDelta] | int
+"""What belongs into one block of a reply: its text, its reasoning, or the call of this place."""
+
 DONE = b"data: [DONE]\n\n"
+
+
+def piece_kind(delta: Delta) -> PieceKind:
+    """Which block of a reply takes a piece of it."""
+    return delta.index if isinstance(delta, ToolCallDelta) else type(delta)
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
