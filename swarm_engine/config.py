@@ -35,7 +35,7 @@ class Merge(StrEnum):
     """Within an episode, a context goes into the latest later one that continues it."""
     TEXT = "text"
     """The same where messages are equal by role, name, content and tool calls, whatever became of their tokens. Later
-    replies are then trained under a history that the sampler did not see; `changed_tokens` counts how much of it."""
+    replies are then trained under a history that the sampler did not see; `out_of_context_tokens` counts them."""
     TREE = "tree"
     """Over the whole batch, what contexts share is computed once."""
 

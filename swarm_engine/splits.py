@@ -13,13 +13,14 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from swarm_engine.merger.trie import num_shared
+from swarm_engine.merger.trie import Trie, build_trie
 
 SHOWN_BEFORE, SHOWN_AFTER = 30, 70
 """Characters of a text before the first difference and from it on."""
 
-Timeline = Mapping[str, Any]
+ShownTimeline = Mapping[str, Any]
 """As `GET /episodes/ID/timelines` answers."""
 
 
@@ -28,11 +29,10 @@ class Reason(StrEnum):
 
     OTHER_AGENT = "another agent speaks"
     ASKED_AGAIN = "the same was asked again and got another reply: a retry, or one of several choices"
-    REPLY_REWRITTEN = "the reply stands otherwise in the history: its template or its framework rewrote it"
+    TEMPLATE_REWROTE = "the messages are the same, but the chat template writes what came before in another way"
+    REPLY_CHANGED = "the history does not tell the reply as it was sampled: it was changed, or left out"
     RETOKENIZED = "the same text became other tokens"
-    REPLY_LEFT_OUT = "the reply is not in the history"
     MESSAGE_CHANGED = "a message was changed, or another one was sent"
-    HISTORY_CUT = "the history ends earlier"
     NOTHING_SHARED = "the first token differs"
 
 
@@ -46,28 +46,27 @@ class Split:
     """Tokens at which both begin."""
     reason: Reason
     role: str
-    """Of the message in which they part."""
+    """Of the message of the earlier one in which they part."""
     was: str
     """The earlier one's text around the first difference; empty where it ends."""
     now: str
 
 
-def find_splits(timelines: Sequence[Timeline]) -> list[Split]:
+def find_splits(timelines: Sequence[ShownTimeline]) -> list[Split]:
     """Where the timelines of an episode part, in order; one that only goes on from another parts from nothing.
 
     A timeline is measured against those of its own agent; an agent's first one against all.
     """
-    tokens = [
-        np.array([token for block in timeline["blocks"] for token in block["token_ids"]], np.int32)
-        for timeline in timelines
-    ]
+    trie = build_trie([np.array(_tokens(timeline), np.int32) for timeline in timelines])
+    anybody, by_agent = _Visits.of(trie), dict[str, _Visits]()
     splits = []
-    for number in range(1, len(timelines)):
-        own = [one for one in range(number) if timelines[one]["agent"] == timelines[number]["agent"]]
-        shared = {one: num_shared(tokens[one], tokens[number]) for one in own or range(number)}
-        earlier = max(shared, key=lambda one: (shared[one], one))
-        if shared[earlier] < len(tokens[earlier]):
-            splits.append(_split(timelines, earlier, number, shared[earlier]))
+    for number, timeline in enumerate(timelines):
+        own = by_agent.get(timeline["agent"], anybody)
+        shared, earlier = own.closest(trie.places[number])
+        if earlier is not None and shared < len(trie.places[earlier]):
+            splits.append(_split(timelines, earlier, number, shared))
+        for visits in (anybody, by_agent.setdefault(timeline["agent"], _Visits.of(trie))):
+            visits.add(number, trie.places[number])
     return splits
 
 
@@ -86,52 +85,105 @@ def split_lines(splits: Sequence[Split], num_timelines: int) -> list[str]:
     return lines
 
 
-def _split(timelines: Sequence[Timeline], earlier: int, number: int, num_shared: int) -> Split:
-    was, now = _block_at(timelines[earlier], num_shared), _block_at(timelines[number], num_shared)
-    before, after = _around(was["text"] if was else "", now["text"] if now else "")
-    shown = now or was
-    assert shown, "two timelines that part have a place where they do"
+@dataclass(slots=True)
+class _Visits:
+    """Who went through a trie so far."""
+
+    newest_U: NDArray[np.int32]
+    """The newest timeline with each token; -1 where there is none."""
+    whole: dict[int, int]
+    """By the place of their last token, timelines that end there."""
+    first: int | None = None
+
+    @staticmethod
+    def of(trie: Trie) -> _Visits:
+        return _Visits(np.full(len(trie), -1, np.int32), {})
+
+    def add(self, number: int, places: NDArray[np.int32]) -> None:
+        self.newest_U[places] = number
+        self.first = number if self.first is None else self.first
+        if len(places):
+            self.whole[int(places[-1])] = number
+
+    def closest(self, places: NDArray[np.int32]) -> tuple[int, int | None]:
+        """How many tokens a path shares with a timeline seen before, and with which: one that is all shared, if any."""
+        num_shared = int((self.newest_U[places] >= 0).sum())
+        if num_shared == 0:
+            return 0, self.first
+        last = int(places[num_shared - 1])
+        return num_shared, self.whole.get(last, int(self.newest_U[last]))
+
+
+def _split(timelines: Sequence[ShownTimeline], earlier: int, number: int, num_shared: int) -> Split:
+    before, after = timelines[earlier], timelines[number]
+    texts = ["".join(block["text"] for block in timeline["blocks"]) for timeline in (before, after)]
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
+    was, now = (text[max(0, same - SHOWN_BEFORE) : same + SHOWN_AFTER] for text in texts)
+    block, end = _block_at(before, num_shared)
     return Split(
         timeline=number,
         earlier=earlier,
         num_shared=num_shared,
-        reason=_reason(timelines[earlier], timelines[number], was, now, num_shared),
-        role=shown["role"],
-        was=before,
-        now=after,
+        reason=_reason(timelines, before, after, num_shared, is_same_text=same >= end),
+        role=block["role"],
+        was=was,
+        now=now,
     )
 
 
 def _reason(
-    earlier: Timeline, later: Timeline, was: Mapping[str, Any] | None, now: Mapping[str, Any] | None, num_shared: int
+    timelines: Sequence[ShownTimeline],
+    before: ShownTimeline,
+    after: ShownTimeline,
+    num_shared: int,
+    *,
+    is_same_text: bool,
 ) -> Reason:
-    if earlier["agent"] != later["agent"]:
+    """Why one timeline leaves another.
+
+    Args:
+        is_same_text: whether the message in which they part reads the same in both.
+    """
+    if before["agent"] != after["agent"]:
         return Reason.OTHER_AGENT
     if num_shared == 0:
         return Reason.NOTHING_SHARED
-    if was is None or now is None:
-        return Reason.HISTORY_CUT
-    if _is_sampled(was) and _is_sampled(now):
-        return Reason.ASKED_AGAIN
-    if was["role"] == now["role"] and was["text"] == now["text"]:
+    if is_same_text:
         return Reason.RETOKENIZED
-    if _is_sampled(was):
-        return Reason.REPLY_REWRITTEN if now["role"] == was["role"] else Reason.REPLY_LEFT_OUT
-    return Reason.MESSAGE_CHANGED
+    if set(before["call_ids"]) & _history(timelines, after):
+        return Reason.TEMPLATE_REWROTE
+    if num_shared == len(_tokens(after)) or (_is_sampled(before, num_shared) and _is_sampled(after, num_shared)):
+        return Reason.ASKED_AGAIN
+    return Reason.REPLY_CHANGED if _is_sampled(before, num_shared) else Reason.MESSAGE_CHANGED
 
 
-def _is_sampled(block: Mapping[str, Any]) -> bool:
-    return any(logprob is not None for logprob in block["logprobs"])
+def _history(timelines: Sequence[ShownTimeline], timeline: ShownTimeline) -> set[str]:
+    """The calls that a timeline's messages go on from, whatever became of their tokens."""
+    builds_on = {call: one["builds_on"] for one in timelines for call in one["call_ids"]}
+    history: set[str] = set()
+    call = timeline["builds_on"]
+    while call is not None:
+        history.add(call)
+        call = builds_on.get(call)
+    return history
 
 
-def _block_at(timeline: Timeline, place: int) -> Mapping[str, Any] | None:
-    """The block that holds a token; None behind the last one."""
-    ends = accumulate(len(block["token_ids"]) for block in timeline["blocks"])
-    return next((block for block, end in zip(timeline["blocks"], ends, strict=True) if place < end), None)
+def _tokens(timeline: ShownTimeline) -> list[int]:
+    return [token for block in timeline["blocks"] for token in block["token_ids"]]
 
 
-def _around(was: str, now: str) -> tuple[str, str]:
-    """Both texts around their first difference."""
-    place = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(was, now, strict=False)))
-    start = max(0, place - SHOWN_BEFORE)
-    return was[start : place + SHOWN_AFTER], now[start : place + SHOWN_AFTER]
+def _is_sampled(timeline: ShownTimeline, place: int) -> bool:
+    logprobs = [logprob for block in timeline["blocks"] for logprob in block["logprobs"]]
+    return logprobs[place] is not None
+
+
+def _block_at(timeline: ShownTimeline, place: int) -> tuple[Mapping[str, Any], int]:
+    """The block that holds a token, and the characters of the timeline up to its end."""
+    blocks = timeline["blocks"]
+    tokens = accumulate(len(block["token_ids"]) for block in blocks)
+    characters = accumulate(len(block["text"]) for block in blocks)
+    return next(
+        (block, text_end)
+        for block, token_end, text_end in zip(blocks, tokens, characters, strict=True)
+        if place < token_end
+    )

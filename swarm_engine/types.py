@@ -147,8 +147,9 @@ class Timeline:
     """In order, disjoint."""
     continues: Continuation | None = None
     """Of the call that it was recorded from."""
-    num_changed: int = 0
-    """Tokens that contexts of its calls hold otherwise than the sampler saw them; only merging by text makes any."""
+    num_out_of_context: int = 0
+    """Trained tokens that were sampled under another context than stands before them here; only merging by text makes
+    any."""
 
     @property
     def loss_mask(self) -> tuple[bool, ...]:

@@ -54,7 +54,9 @@ def timeline_lines(timelines: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for number, timeline in enumerate(timelines):
         shared = f", {timeline['num_shared_tokens']} tokens shared" if timeline.get("num_shared_tokens") else ""
-        lines.append(f"timeline {number}: policy {timeline['policy']}, agent {timeline['agent']}{shared}")
+        moved = timeline.get("num_out_of_context_tokens")
+        out = f", {moved} tokens trained out of the context that sampled them" if moved else ""
+        lines.append(f"timeline {number}: policy {timeline['policy']}, agent {timeline['agent']}{shared}{out}")
         for block in timeline["blocks"]:
             trained = sum(block["loss_mask"])
             counts = f"{len(block['token_ids'])} tokens" + (f", {trained} trained" if trained else "")

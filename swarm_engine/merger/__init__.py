@@ -16,14 +16,18 @@ from swarm_engine.merger.token import merge_by_token
 from swarm_engine.types import Timeline
 
 
-def merge(timelines: Sequence[Timeline], how: Merge) -> tuple[Timeline, ...]:
-    """Fold the timelines of one episode, in order of their calls; what is kept stays in that order."""
+def merge(timelines: Sequence[Timeline], how: Merge, max_tokens: int | None = None) -> tuple[Timeline, ...]:
+    """Fold the timelines of one episode, in order of their calls; what is kept stays in that order.
+
+    Args:
+        max_tokens: that the model takes; only merging by text can make a timeline longer than those given.
+    """
     match how:
         case Merge.NONE | Merge.TREE:  # a tree is laid over the batch: see `merger.trie`
             return tuple(timelines)
         case Merge.TOKEN:
             return merge_by_token(timelines)
         case Merge.TEXT:
-            return merge_by_text(timelines)
+            return merge_by_text(timelines, max_tokens)
         case _:
             assert_never(how)

@@ -3,7 +3,7 @@
 The paper's default. A template that drops reasoning, or a framework that writes a reply anew, gives a later call
 another history than was sampled; here the sampled replies are put back in their places. What each call added of its
 own comes behind what the call before it recorded. So the merged context is one that no sampler saw, later replies are
-trained under it, and the loss is not that of unmerged training: `Timeline.num_changed` says by how many tokens.
+trained under it, and the loss is not that of unmerged training; `Timeline.num_out_of_context` counts their tokens.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from itertools import pairwise
 from swarm_engine.types import Timeline
 
 
-def merge_by_text(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
+def merge_by_text(timelines: Sequence[Timeline], max_tokens: int | None = None) -> tuple[Timeline, ...]:
     """Fold each timeline into the latest later one that continues it; where two continue it, the other stays as it was.
 
     Args:
         timelines: as recorded, one a call, in order.
+        max_tokens: a merged timeline may have; with what left history back in it, it can outgrow the model's context.
     """
     places = {line.spans[0].call_id: place for place, line in enumerate(timelines) if line.spans}
     merged = dict(enumerate(timelines))
     for place in reversed(range(len(timelines))):
         if place not in merged:
             continue
-        chain = [place]
+        chain, num_added = [place], 0
         while (base := _base(timelines, places, chain[-1])) is not None and base in merged:
+            num_added += _num_own(timelines[chain[-1]])
+            if max_tokens is not None and len(timelines[base].tokens) + num_added > max_tokens:
+                break
             chain.append(base)
         for taken in chain[1:]:
             del merged[taken]
@@ -45,23 +49,21 @@ def _base(timelines: Sequence[Timeline], places: Mapping[str, int], place: int) 
     return base if same else None
 
 
+def _num_own(line: Timeline) -> int:
+    """Tokens that a call added to what it continues."""
+    assert line.continues is not None
+    return len(line.tokens) - line.continues.start
+
+
 def _join(chain: Sequence[Timeline]) -> Timeline:
     """Calls that continue each other as one timeline: the first, then what each other one added."""
-    tokens, spans, num_changed = list(chain[0].tokens), list(chain[0].spans), 0
-    for before, line in pairwise(chain):
+    tokens, spans, num_out_of_context = chain[0].tokens, list(chain[0].spans), 0
+    for _, line in pairwise(chain):
         assert line.continues is not None
         start = line.continues.start
-        num_changed += num_differing(before.tokens, line.tokens[:start])
+        if tokens != line.tokens[:start]:
+            num_out_of_context += line.num_trained
         moved = len(tokens) - start
         tokens += line.tokens[start:]
         spans += [replace(span, start=span.start + moved) for span in line.spans]
-    return replace(chain[0], tokens=tuple(tokens), spans=tuple(spans), num_changed=num_changed)
-
-
-def num_differing(some: Sequence[int], others: Sequence[int]) -> int:
-    """Tokens of the longer one between the beginning and the end that both have in common."""
-    shorter, longer = sorted((some, others), key=len)
-    start = next((place for place, token in enumerate(shorter) if token != longer[place]), len(shorter))
-    rest = len(shorter) - start
-    end = next((back for back in range(rest) if shorter[-1 - back] != longer[-1 - back]), rest)
-    return len(longer) - start - end
+    return replace(chain[0], tokens=tokens, spans=tuple(spans), num_out_of_context=num_out_of_context)

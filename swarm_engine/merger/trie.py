@@ -17,10 +17,6 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
 
-CHUNKED_COST = 1.5
-"""What chunks cost beside one pass, as a factor: each token goes forward twice. CPU time of a Qwen3 of hidden size 256
-and 6 layers on 2,580 places was 1.3 to 1.5 times that of one pass, in 2 to 8 chunks."""
-
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -52,7 +48,7 @@ class Trie:
 
 def build_trie(sequences: Sequence[Ints]) -> Trie:
     """The trie of some sequences of token ids; empty ones and duplicates are allowed."""
-    order, shared = _sorted_with_shared(sequences)
+    order, shared = sorted_with_shared(sequences)
     lengths = np.array([len(sequences[index]) for index in order], np.int64)
     starts = np.concatenate(([0], np.cumsum(lengths - shared)))
     num_places = int(starts[-1])
@@ -72,44 +68,22 @@ def build_trie(sequences: Sequence[Ints]) -> Trie:
 
 def count_places(sequences: Sequence[Ints]) -> int:
     """Tokens that their trie would have."""
-    order, shared = _sorted_with_shared(sequences)
+    order, shared = sorted_with_shared(sequences)
     return sum(len(sequences[index]) for index in order) - int(shared.sum())
 
 
 def shared_with_earlier(sequences: Sequence[Sequence[int]]) -> list[int]:
     """How many of its first tokens each sequence has in common with the earlier one that has most of them."""
-    arrays = [np.array(sequence, np.int32) for sequence in sequences]
-    return [
-        max((num_shared(one, arrays[number]) for one in arrays[:number]), default=0) for number in range(len(arrays))
-    ]
+    trie = build_trie([np.array(sequence, np.int32) for sequence in sequences])
+    is_seen_U = np.zeros(len(trie), np.bool_)
+    counts = []
+    for places in trie.places:
+        counts.append(int(is_seen_U[places].sum()))  # what was seen of a path is a beginning of it
+        is_seen_U[places] = True
+    return counts
 
 
-def plan_trees(sequences: Sequence[Ints], max_places: int) -> list[list[int]]:
-    """Which sequences to compute together, in tries of at most `max_places` where that costs little.
-
-    Neighbours in depth-first order share most. A cut between two computes what they share twice; where that comes to
-    more than `CHUNKED_COST` times the trie of all, as with a wide group on a long prompt, they stay in one, as does a
-    sequence that is too long by itself; whoever computes them has to do so in chunks.
-    """
-    order, shared = _sorted_with_shared(sequences)
-    trees: list[list[int]] = []
-    room = num_planned = num_unique = 0
-    for index, num_shared_before in zip(order, shared.tolist(), strict=True):
-        length = len(sequences[index])
-        num_unique += length - num_shared_before
-        if trees and length - num_shared_before <= room:
-            trees[-1].append(index)
-            num_new = length - num_shared_before
-            room -= num_new
-        else:
-            trees.append([index])
-            num_new = length
-            room = max_places - length
-        num_planned += num_new
-    return trees if num_planned <= CHUNKED_COST * num_unique else [order]
-
-
-def _sorted_with_shared(sequences: Sequence[Ints]) -> tuple[list[int], NDArray[np.int64]]:
+def sorted_with_shared(sequences: Sequence[Ints]) -> tuple[list[int], NDArray[np.int64]]:
     """The order of the sequences, and how many tokens each shares with the one before it."""
     keys = [np.ascontiguousarray(sequence, ">u4").tobytes() for sequence in sequences]
     order = sorted(range(len(keys)), key=keys.__getitem__)

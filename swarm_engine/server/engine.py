@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from swarm_engine.errors import (
     SwarmEngineError,
     WorkerDiedError,
 )
-from swarm_engine.merger import merge
-from swarm_engine.merger.trie import shared_with_earlier
 from swarm_engine.protocol import Boot, Export, PolicyReady, Saved, Update
 from swarm_engine.seeding import derive_seed
 from swarm_engine.server.auth import KeyRing
@@ -40,13 +37,12 @@ from swarm_engine.server.journal import BatchWrite, EventWrite, Journal, MetaWri
 from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Pool, PoolCounts
 from swarm_engine.server.roster import Roster, episode_records
+from swarm_engine.server.shown import Shown, show_timelines
 from swarm_engine.server.states import check_transition
 from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink
-from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.continuations import with_continuations
-from swarm_engine.tracker.tracker import EpisodeRecord
-from swarm_engine.types import BatchRecord, Block, ClaimReason, EngineState, Episode, Mode, Timeline, Untrained
+from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Episode, Mode
 from swarm_engine.version import installed_version
 
 log = logging.getLogger(__name__)
@@ -91,8 +87,8 @@ class Engine:
         """There from the beginning of a boot on."""
         self._loaded: Loaded | None = None
         """There in the states that serve."""
-        self._shown_codec: ChatCodec | None = None
-        """Shows recorded tokens while nothing is loaded."""
+        self._shown: Shown | None = None
+        """Shows recorded tokens, while nothing is loaded too."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._main_task: asyncio.Task[None] | None = None
         """Boots or updates."""
@@ -300,7 +296,7 @@ class Engine:
         codec = await asyncio.to_thread(ChatCodec.load, Path(policy.tokenizer_dir), policy.end_ids, self.created)
         self.journal.append(MetaWrite("policy", policies_ready.dump_json(policy).decode()))
         pool = Pool(config.trainer.group_size, config.trainer.tasks_per_update)
-        self._shown_codec = codec
+        self._shown = Shown(codec, policy.max_context)
         self._saved_step = booted.step
         step = await self._replay(link, booted.step, config.trainer, codec)
         self._loaded = Loaded(config, policy, codec, link, pool, step)
@@ -477,14 +473,16 @@ class Engine:
             EngineUnavailableError: this run folder never served a policy, so its tokens can't be shown.
         """
         record = await self.roster.record(episode_id)
-        if self._shown_codec is None:
+        if self._shown is None:
             text = self.journal.meta("policy")
             if text is None:
                 raise self._unavailable()
             policy = policies_ready.validate_json(text)
             folder = Path(policy.tokenizer_dir)
-            self._shown_codec = await asyncio.to_thread(ChatCodec.load, folder, policy.end_ids, self.created)
-        return await asyncio.to_thread(_show_timelines, record, self._shown_codec, how)
+            codec = await asyncio.to_thread(ChatCodec.load, folder, policy.end_ids, self.created)
+            self._shown = Shown(codec, policy.max_context)
+        ignore_tools = self._config is not None and self._config.trainer.ignore_tools
+        return await asyncio.to_thread(show_timelines, record, self._shown, how, ignore_tools)
 
     def status(self) -> dict[str, Any]:
         """What `GET /status` answers."""
@@ -549,43 +547,3 @@ def _fixed_part(config: EngineConfig) -> dict[str, Any]:
     fields["policies"] = {name: policy.model_dump() for name, policy in config.policies.items()}
     trainer = config.trainer.model_dump(exclude=CHANGEABLE_TRAINER_FIELDS)
     return fields | {f"trainer.{name}": value for name, value in trainer.items()}
-
-
-def _show_timelines(record: EpisodeRecord, codec: ChatCodec, how: Merge) -> list[dict[str, Any]]:
-    shown = EpisodeBlocks(record, codec)
-    episode = with_continuations(record, codec) if how is Merge.TEXT else record.episode
-    timelines = merge(episode.timelines(), how)
-    shared = shared_with_earlier([timeline.tokens for timeline in timelines]) if how is Merge.TREE else None
-    reasons = {call.call_id: call.untrained_because for call in record.episode.calls}
-    return [
-        {
-            "policy": timeline.policy,
-            "agent": timeline.agent,
-            **({} if shared is None else {"num_shared_tokens": shared[number]}),
-            **({"num_changed_tokens": timeline.num_changed} if how is Merge.TEXT else {}),
-            "call_ids": [span.call_id for span in timeline.spans],
-            "blocks": _show_blocks(timeline, shown.blocks(timeline), reasons),
-        }
-        for number, timeline in enumerate(timelines)
-    ]
-
-
-def _show_blocks(
-    timeline: Timeline, blocks: Sequence[Block], reasons: Mapping[str, Untrained | None]
-) -> list[dict[str, Any]]:
-    """The blocks of a timeline; one that a call sampled says why that call is not trained, null where it is."""
-    because = {span.start: reasons[span.call_id] for span in timeline.spans}
-    starts = accumulate((len(block.token_ids) for block in blocks), initial=0)
-    return [
-        {
-            "author": block.author,
-            "role": block.role,
-            "text": block.text,
-            "token_ids": block.token_ids,
-            "logprobs": block.logprobs,
-            "loss_mask": block.loss_mask,
-            "untrained_because": because.get(start),
-            "policy_version": block.policy_version,
-        }
-        for start, block in zip(starts, blocks, strict=False)
-    ]

@@ -7,7 +7,7 @@ The pieces are encoded apart and must join to the recorded ids; where they don't
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message, Tool
 from swarm_engine.tracker.tracker import CallNote, EpisodeRecord
-from swarm_engine.types import Author, Block, Call, Timeline
+from swarm_engine.types import Author, Block, Call, Span, Timeline
 
 TEMPLATE_ROLE = "template"
 
@@ -63,7 +63,7 @@ class EpisodeBlocks:
         mask = timeline.loss_mask
         blocks = []
         start = 0
-        for piece in pieces:
+        for piece in _apart_from_spans(pieces, timeline.spans):
             end = start + piece.num_tokens
             ids = timeline.tokens[start:end]
             blocks.append(
@@ -170,6 +170,22 @@ class EpisodeBlocks:
             return [*texts, self._codec.render(messages, tools)]
         except BadRequestError:
             return []
+
+
+def _apart_from_spans(pieces: Sequence[Piece], spans: Sequence[Span]) -> Iterator[Piece]:
+    """Pieces, and apart what calls sampled inside of them: a prompt of token ids is one piece, replies included."""
+    start = 0
+    for piece in pieces:
+        end = start + piece.num_tokens
+        inside = [span for span in spans if start <= span.start and span.end <= end]
+        for span in inside if piece.author is not Author.LLM else ():
+            if start < span.start:
+                yield replace(piece, num_tokens=span.start - start)
+            yield Piece(Author.LLM, "assistant", span.end - span.start)
+            start = span.end
+        if start < end:
+            yield replace(piece, num_tokens=end - start)
+        start = end
 
 
 def _last(pieces: Sequence[Piece], num_tokens: int) -> list[Piece]:

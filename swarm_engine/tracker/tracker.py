@@ -42,6 +42,8 @@ class CallNote:
     """The reply as it was read, whole; a caller that wants a single tool call gets the first of them."""
     tools: tuple[Tool, ...] = ()
     """Of its ask; a call that extends another has the same, and names none itself."""
+    builds_on: str | None = None
+    """The call whose answer its messages go on from, whether or not it extends that call's ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +360,7 @@ class EpisodeTracker:
                 messages=one.draft.messages[one.draft.num_known :],
                 answer=one.answer,
                 tools=one.draft.tools if one.draft.extends is None else (),
+                builds_on=one.draft.builds_on,
             )
             for one in self._in_order()
         )

@@ -199,7 +199,7 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode], how: M
         "num_trained_tokens": float(sum(sample.num_trained for sample in counted)),
         "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in whole), len(whole)),
         "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged_tokens(counted, how)),
-        "changed_tokens": float(sum(line.num_changed for sample in counted for line in sample.timelines)),
+        "out_of_context_tokens": float(sum(line.num_out_of_context for sample in counted for line in sample.timelines)),
         **{f"{reason}_calls": float(untrained[reason]) for reason in Untrained},
     }
 

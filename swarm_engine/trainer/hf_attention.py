@@ -1,5 +1,6 @@
 """Tree attention for the models of transformers: one function under a registered name, no model is patched.
 
+    check_config(config.to_dict())
     register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation=TREE)
     model.model(input_ids=tokens, position_ids=depths, tree=attention_for(trie, device))
@@ -28,8 +29,15 @@ TREE = "a3r_tree"
 """For `attn_implementation`."""
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Their frequencies follow the longest position there is, so a token's numbers would depend on its neighbours'."""
+DROPOUTS = ("attention_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "hidden_dropout")
 STATEFUL_LAYERS = ("linear_attention", "conv", "mamba", "recurrent")
 """Layers that carry a state along the row; a branch would need a copy of it, which no mask makes."""
+
+TESTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3", "gemma3_text")
+"""`model_type`s whose gradients were compared with row-by-row training. Others may add a term to their attention, or
+count positions in a way, that shows nowhere in their config."""
+IGNORED = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"})
+"""Arguments of an attention function that say nothing about what it computes."""
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -68,12 +76,14 @@ def _refusal(config: Mapping[str, Any]) -> str | None:
     for kind in config.get("layer_types") or ():
         if any(word in kind for word in STATEFUL_LAYERS):
             return f"its {kind} layers carry a state from token to token"
-    if config.get("attention_dropout") or config.get("resid_pdrop") or config.get("hidden_dropout"):
+    if any(config.get(name) for name in DROPOUTS):
         return "it has dropout, which draws once for a shared token and not once for each copy; set it to 0"
     if config.get("attn_logit_softcapping"):
         return "it caps its attention logits, which no kernel here does"
     if config.get("attention_chunk_size"):
         return "it attends within chunks of the row"
+    if config.get("model_type") not in TESTED:
+        return f"it was not compared with training row by row; {', '.join(TESTED)} were"
     return None
 
 
@@ -94,7 +104,7 @@ def attend_on_tree(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer.
 
@@ -113,6 +123,9 @@ def attend_on_tree(
         raise ModelError(
             f"a mask, dropout {dropout} or softcap {softcap} was asked for", "a tree has one row and no padding"
         )
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in IGNORED)
+    if unknown:
+        raise ModelError(f"the model asks its attention for {', '.join(unknown)}", 'train it with merge="token"')
     out = tree(module.layer_idx, query, key, value, scaling, sliding_window)
     return out.transpose(1, 2), None
 

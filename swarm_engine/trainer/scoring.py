@@ -32,6 +32,9 @@ class Row:
     temperatures: tuple[float, ...]
     """At which each was sampled, and is scored; 1 for text that nobody sampled."""
 
+    def __post_init__(self) -> None:
+        assert min(self.targets, default=0) >= 1, "a row scores something, and its first token has nothing before it"
+
     @property
     def num_computed(self) -> int:
         """Tokens the model has to read: the last scored one and what follows predict nothing."""

@@ -47,9 +47,9 @@ def score_tree(model: Decoder, tree: Tree, *, entropy_has_gradient: bool = False
 
 
 class ChunkedTree:
-    """The rows of a tree, scored and differentiated chunk by chunk, so that memory is bounded by the chunk.
+    """The rows of a tree, scored and differentiated chunk by chunk, holding the activations of one chunk at a time.
 
-    Keys and values of the whole tree are kept, activations of one chunk at a time: each token goes forward twice and
+    Keys and values of the whole tree are kept, and their gradients on the way back. Each token goes forward twice and
     backward once, which is what activation checkpointing costs.
     """
 
@@ -74,7 +74,11 @@ class ChunkedTree:
         logprobs_N, entropies_N = like.new_empty(num_targets), like.new_empty(num_targets)
         for chunk, part in zip([chunk for chunk in self._chunks if chunk.targets is not None], parts, strict=True):
             logprobs_N[chunk.places_N], entropies_N[chunk.places_N] = part.logprobs_N, part.entropies_N
-        return Scores(logprobs_N.requires_grad_(), entropies_N.requires_grad_(self._entropy_has_gradient))
+        is_trained = torch.is_grad_enabled()  # a reference policy is scored without
+        return Scores(
+            logprobs_N.requires_grad_(is_trained),
+            entropies_N.requires_grad_(is_trained and self._entropy_has_gradient),
+        )
 
     def backward(self, scores: Scores) -> None:
         """Add the gradient that has reached the scores to that of the weights."""

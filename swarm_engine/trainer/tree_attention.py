@@ -1,7 +1,8 @@
-"""Attention over a prefix trie, exactly: every token attends to its ancestors and itself, and nothing is masked.
+"""Attention over a prefix trie, exactly: every token attends to its ancestors and itself.
 
 The tokens lie in depth-first order, so what a token sees is a handful of whole runs. Each run of the trie gives two
-dense pieces: the run with itself, causally, and everything below it with it, in full. Pieces that share queries are
+dense pieces: the run with itself, causally, and everything below it with it, in full. No product is computed for a mask
+to throw away, but at the edge of a sliding window. Pieces that share queries are
 merged by their log-sum-exp, and the backward pass of a piece needs only the final output and log-sum-exp, as in
 blockwise and ring attention (Liu et al. 2023, arXiv:2310.01889; FlashAttention-2, Dao 2023, arXiv:2307.08691).
 
@@ -94,8 +95,16 @@ class Kept:
 
     k: Tensor
     v: Tensor
-    grad_k: Tensor
-    grad_v: Tensor
+    grads: tuple[Tensor, Tensor] | None = None
+    """Of `k` and `v`; None before anything came back."""
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """The buffers of the gradients, made when the first one comes: a policy that is only scored needs none."""
+        if self.grads is None:
+            # They come from every branch below; in 16 bits their sum would lose them.
+            wide = torch.promote_types(self.k.dtype, torch.float32)
+            self.grads = torch.zeros_like(self.k, dtype=wide), torch.zeros_like(self.v, dtype=wide)
+        return self.grads
 
 
 @dataclass(slots=True)
@@ -113,10 +122,7 @@ class Memory:
         """
         if index not in self.layers:
             shape = (*like.shape[:2], self.num_places, like.shape[3])
-            k, v = like.new_empty(shape), like.new_empty(shape)
-            # Gradients come from every branch below; in 16 bits their sum would lose them.
-            wide = torch.promote_types(like.dtype, torch.float32)
-            self.layers[index] = Kept(k, v, k.new_zeros(shape, dtype=wide), v.new_zeros(shape, dtype=wide))
+            self.layers[index] = Kept(like.new_empty(shape), like.new_empty(shape))
         return self.layers[index]
 
 
@@ -238,7 +244,8 @@ class _Attended(torch.autograd.Function):
             keys, values = k, v
             grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         else:
-            keys, values, grad_k, grad_v = kept.k, kept.v, kept.grad_k, kept.grad_v
+            keys, values = kept.k, kept.v
+            grad_k, grad_v = kept.gradients()
         for piece in tables.pieces:
             asked = slice(piece.q_start - tables.start, piece.q_stop - tables.start)
             seen = slice(piece.k_start, piece.k_stop)

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from swarm_engine.config import Merge
-from swarm_engine.merger.trie import plan_trees
+from swarm_engine.merger.trie import Ints, sorted_with_shared
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.trainer.scoring import Row, Scores, plan_microbatches, score
 from swarm_engine.trainer.tree import ChunkedTree, Tree, score_tree
+
+CHUNKED_COST = 1.5
+"""What a trie costs in chunks beside one pass, as a factor: each token goes forward twice. CPU time of a Qwen3 of
+hidden size 256 and 6 layers on 2,580 tokens was 1.3 to 1.5 times that of one pass, in 2 to 8 chunks."""
 
 
 class Scored(Protocol):
@@ -63,6 +67,31 @@ def plan_units(rows: Sequence[Row], how: Merge, max_tokens: int) -> list[Unit]:
             return [Overlaid(tuple(places), Tree.of([rows[place] for place in places]), max_tokens) for places in plan]
         case _:
             assert_never(how)
+
+
+def plan_trees(sequences: Sequence[Ints], max_tokens: int) -> list[list[int]]:
+    """Which sequences to lay over each other, so that computing them all costs least.
+
+    Neighbours in depth-first order share most, and a cut between two computes again what they share. A trie of more
+    than `max_tokens` goes through in chunks and costs `CHUNKED_COST` for each of its tokens. Takes time quadratic in
+    the number of sequences.
+    """
+    order, shared = sorted_with_shared(sequences)
+    lengths = np.array([len(sequences[index]) for index in order], np.int64)
+    # Tokens of the trie of ranks start to stop: what each adds to the one before it, and all of the first.
+    added = np.concatenate(([0], np.cumsum(lengths - shared)))
+    cheapest = np.zeros(len(order) + 1)
+    starts = np.zeros(len(order) + 1, np.int64)
+    for stop in range(1, len(order) + 1):
+        sizes = added[stop] - added[:stop] + shared[:stop]
+        costs = cheapest[:stop] + np.where(sizes <= max_tokens, sizes, CHUNKED_COST * sizes)
+        starts[stop] = int(costs.argmin())  # of equal ones the largest trie
+        cheapest[stop] = costs[starts[stop]]
+    trees, stop = [], len(order)
+    while stop:
+        trees.append(order[starts[stop] : stop])
+        stop = int(starts[stop])
+    return trees[::-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,3 +152,13 @@ def final_text(kind: str, text: str) -> str:
     if kind == "harmony":
         return f"<|channel|>final<|message|>{text}{end}"
     return f"</think>{text}{end}" if kind == "qwen3_opened" else f"{text}{end}"
+
+
+THOUGHTS = {
+    "qwen3": "<think>\nhm, {}\n</think>\n\nI say {}.<|im_end|>",
+    "qwen3_opened": "hm, {}\n</think>\n\nI say {}.<|im_end|>",
+    "deepseek": "hm, {}\n</think>I say {}.<｜end▁of▁sentence｜>",
+    "harmony": "<|channel|>analysis<|message|>hm, {}<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>I say {}.<|return|>",
+}
+"""Replies of the families that drop reasoning from history."""

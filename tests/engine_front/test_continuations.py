@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from chat_templates import KINDS
-from chats import TOOLS, WITH_TOOLS, Chat, call_text, final_text, sent_back, user
+from chats import THOUGHTS, TOOLS, WITH_TOOLS, Chat, call_text, final_text, sent_back, user
 
 from swarm_engine.config import History, Merge
 from swarm_engine.merger import merge
@@ -14,15 +14,6 @@ from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.messages import parse_tools
 from swarm_engine.types import Author, FinishReason, Timeline, Untrained
-
-THOUGHTS = {
-    "qwen3": "<think>\nhm, {}\n</think>\n\nI say {}.<|im_end|>",
-    "qwen3_opened": "hm, {}\n</think>\n\nI say {}.<|im_end|>",
-    "deepseek": "hm, {}\n</think>I say {}.<｜end▁of▁sentence｜>",
-    "harmony": "<|channel|>analysis<|message|>hm, {}<|end|>"
-    "<|start|>assistant<|channel|>final<|message|>I say {}.<|return|>",
-}
-"""Replies of the families that drop reasoning from history."""
 
 
 def by_text(chat: Chat, *, ignore_tools: bool = False) -> tuple[Timeline, ...]:
@@ -46,7 +37,7 @@ def test_replies_whose_thoughts_left_history_are_one_row_with_their_thoughts_bac
     (appended,) = converse(Chat(kind, History.APPEND), replies).rows()
     assert row.tokens == appended.tokens
     assert row.spans == appended.spans
-    assert row.num_changed > 0
+    assert row.num_out_of_context > 0
     assert chat.codec.show(row.tokens).count("hm, ") == 3
 
 
@@ -69,19 +60,28 @@ def test_where_history_keeps_its_tokens_text_merges_as_tokens_do(kind: str) -> N
     chat = converse(Chat(kind, History.APPEND), [final_text(kind, text) for text in ("ok  \n", "  né 😊", "a\n\nb")])
     (row,) = by_text(chat)
     assert replace(row, continues=None) == replace(chat.rows()[0], continues=None)
-    assert row.num_changed == 0
+    assert row.num_out_of_context == 0
 
 
-def test_the_changed_tokens_are_those_that_left_history() -> None:
-    """By hand: of `<think>\\nhm\\n</think>\\n\\nok` the template drops all but `ok` and writes no empty block."""
+def test_replies_behind_a_thought_that_left_history_are_counted_as_out_of_context() -> None:
+    """By hand: of `<think>\\nhm\\n</think>\\n\\nok` the template drops all but `ok`; the second reply never saw it."""
     chat = Chat("qwen3")
     chat.messages = [user("hi")]
     chat.turn("<think>\nhm\n</think>\n\nok<|im_end|>", user("go"))
     chat.turn("<think>\nso\n</think>\n\nyes<|im_end|>")
     (row,) = by_text(chat)
     dropped = chat.codec.encode("<think>\nhm\n</think>\n\n")
-    assert row.num_changed == len(dropped)
     assert len(row.tokens) == sum(map(len, chat.served["e-1"])) + len(dropped)
+    assert row.num_out_of_context == len(chat.served["e-1"][1])
+
+
+def test_a_row_stays_within_what_the_model_takes() -> None:
+    chat = converse(Chat("qwen3"), [THOUGHTS["qwen3"].format(number, number) for number in range(3)])
+    lines = with_continuations(chat.record(), chat.codec).timelines()
+    (whole,) = merge(lines, Merge.TEXT)
+    rows = merge(lines, Merge.TEXT, max_tokens=len(whole.tokens) - 1)
+    assert [[span.call_id for span in row.spans] for row in rows] == [["e-0"], ["e-1", "e-2"]]
+    assert rows[0] == lines[0]
 
 
 def test_a_retry_with_another_tool_call_never_gets_the_result_of_the_first() -> None:
@@ -125,6 +125,18 @@ def test_of_equal_replies_the_one_that_is_trained_is_continued() -> None:
     assert "right" in chat.codec.show(rows[1].tokens)
 
 
+def test_what_a_call_went_on_from_is_the_reply_that_was_there_when_it_came() -> None:
+    """Two equal asks, answered in the other order with one visible text: the tracker knows which was gone on from."""
+    chat = Chat("qwen3")
+    first, second = (chat.ask(user("hi"))[0] for _ in range(2))
+    for draft, thought in ((second, "right"), (first, "left")):
+        answer = chat.finish(draft, chat.codec.encode(THOUGHTS["qwen3"].format(thought, "it")))
+    chat.messages = [user("hi"), sent_back(answer), user("go")]
+    chat.turn(THOUGHTS["qwen3"].format("so", "that"))
+    rows = by_text(chat)
+    assert [[span.call_id for span in row.spans if span.is_trained] for row in rows] == [[], ["e-0", "e-2"]]
+
+
 def test_agents_stay_apart_though_they_say_the_same() -> None:
     chat = Chat("qwen3")
     messages = [user("hi")]
@@ -147,7 +159,7 @@ def test_calls_that_were_offered_other_tools_join_only_where_tools_are_ignored()
     assert len(by_text(chat)) == 2
     (row,) = by_text(chat, ignore_tools=True)
     assert "look" in chat.codec.show(row.tokens), "its context is the first call's"
-    assert row.num_changed > 0
+    assert row.num_out_of_context > 0
 
 
 def test_a_reply_that_was_cut_off_or_thrown_away_is_nobodys_history() -> None:
@@ -164,7 +176,15 @@ def test_prompts_of_token_ids_continue_each_other_by_their_ids() -> None:
     for prompt, reply in (((5, 6), (7,)), ((5, 6, 7, 8), (9,)), ((5, 6, 8), (9,))):
         (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", prompt))
         chat.finish(draft, reply)
-    assert [row.tokens for row in by_text(chat)] == [(5, 6, 7, 8, 9), (5, 6, 8, 9)]
+    rows = by_text(chat)
+    assert [row.tokens for row in rows] == [(5, 6, 7, 8, 9), (5, 6, 8, 9)]
+    blocks = EpisodeBlocks(chat.record(), chat.codec).blocks(rows[0])
+    assert [(block.author, block.token_ids) for block in blocks] == [
+        (Author.USER, (5, 6)),
+        (Author.LLM, (7,)),
+        (Author.USER, (8,)),
+        (Author.LLM, (9,)),
+    ]
 
 
 def test_blocks_of_a_joined_row_show_who_wrote_what() -> None:

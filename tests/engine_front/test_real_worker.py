@@ -262,8 +262,8 @@ def test_an_engine_that_merges_by_text_trains_dropped_thoughts_in_one_row_and_re
         client.checkpoint()
         assert weights_of(run_dir) == trained
     assert len(row["call_ids"]) == 2
-    assert row["num_changed_tokens"] > 0
-    assert metrics["changed_tokens"] == 2 * row["num_changed_tokens"]
+    assert row["num_out_of_context_tokens"] > 0
+    assert metrics["out_of_context_tokens"] == 2 * row["num_out_of_context_tokens"]
     assert metrics["merge_ratio"] > 1
 
 

@@ -6,10 +6,13 @@ import json
 from typing import Any
 
 import pytest
+from chats import THOUGHTS, Chat, user
 from conftest import Served
 from typer.testing import CliRunner
 
 from swarm_engine.cli import app
+from swarm_engine.config import Merge
+from swarm_engine.server.shown import Shown, show_timelines
 from swarm_engine.splits import Reason, find_splits, split_lines
 from swarm_engine.types import Mode
 
@@ -20,8 +23,8 @@ def block(role: str, text: str, *, is_sampled: bool = False) -> dict[str, Any]:
     return {"role": role, "text": text, "token_ids": [ord(letter) for letter in text], "logprobs": logprobs}
 
 
-def line(*blocks: dict[str, Any], agent: str = "main") -> dict[str, Any]:
-    return {"agent": agent, "policy": "policy", "blocks": list(blocks)}
+def line(*blocks: dict[str, Any], agent: str = "main", call: str = "c", builds_on: str | None = None) -> dict[str, Any]:
+    return {"agent": agent, "policy": "policy", "call_ids": [call], "builds_on": builds_on, "blocks": list(blocks)}
 
 
 ASK = block("user", "abc")
@@ -33,8 +36,10 @@ FIRST = line(ASK, REPLY)
     ("later", "num_shared", "reason"),
     [
         (line(ASK, block("assistant", "xyw", is_sampled=True)), 5, Reason.ASKED_AGAIN),
-        (line(ASK, block("assistant", "z"), block("user", "d"), REPLY), 3, Reason.REPLY_REWRITTEN),
-        (line(ASK, block("user", "d"), REPLY), 3, Reason.REPLY_LEFT_OUT),
+        (line(ASK, block("template", "zd"), REPLY, call="d", builds_on="c"), 3, Reason.TEMPLATE_REWROTE),
+        (line(ASK, block("assistant", "z"), block("user", "d"), REPLY), 3, Reason.REPLY_CHANGED),
+        (line(ASK, block("user", "d"), REPLY), 3, Reason.REPLY_CHANGED),
+        (line(ASK), 3, Reason.ASKED_AGAIN),
         (line(block("user", "abd"), REPLY), 2, Reason.MESSAGE_CHANGED),
         (line(block("system", "q"), ASK, REPLY), 0, Reason.NOTHING_SHARED),
         (line(ASK, block("assistant", "xz", is_sampled=True), agent="other"), 4, Reason.OTHER_AGENT),
@@ -54,6 +59,7 @@ def test_the_same_text_in_other_tokens_is_told_from_another_text() -> None:
 def test_a_conversation_that_only_goes_on_splits_nowhere() -> None:
     second = line(ASK, REPLY, block("user", "d"), block("assistant", "w", is_sampled=True))
     assert find_splits([FIRST, second]) == []
+    assert find_splits([FIRST, second, FIRST]) == [], "a call that was repeated leaves nothing"
     assert split_lines([], 2) == ["nothing splits: of 2 calls each goes on from an earlier one, or repeats it"]
 
 
@@ -61,7 +67,13 @@ def test_a_timeline_is_compared_with_the_one_it_shares_most_with() -> None:
     second = line(ASK, REPLY, block("user", "dd"), REPLY)
     third = line(ASK, REPLY, block("user", "de"), REPLY)
     (split,) = find_splits([FIRST, second, third])
-    assert (split.timeline, split.earlier, split.num_shared, split.was, split.now) == (2, 1, 7, "dd", "de")
+    assert (split.timeline, split.earlier, split.num_shared, split.was, split.now) == (
+        2,
+        1,
+        7,
+        "abcxyzddxyz",
+        "abcxyzdexyz",
+    )
 
 
 def test_an_agent_is_compared_with_its_own_calls_though_another_shares_more() -> None:
@@ -72,6 +84,33 @@ def test_an_agent_is_compared_with_its_own_calls_though_another_shares_more() ->
         (1, 0, Reason.OTHER_AGENT),
         (2, 0, Reason.MESSAGE_CHANGED),
     ]
+
+
+@pytest.mark.parametrize("kind", THOUGHTS)
+def test_thoughts_that_a_template_drops_are_its_doing_with_every_family(kind: str) -> None:
+    chat = Chat(kind)
+    chat.messages = [user("hi")]
+    for number in range(3):
+        chat.turn(THOUGHTS[kind].format(number, number), user("go"))
+    splits = find_splits(show_timelines(chat.record(), Shown(chat.codec, 10_000), Merge.NONE, ignore_tools=False))
+    assert [split.reason for split in splits] == [Reason.TEMPLATE_REWROTE] * 2
+    assert [(f"hm, {number}" in split.was, f"hm, {number}" in split.now) for number, split in enumerate(splits)] == [
+        (True, False),
+        (True, False),
+    ]
+
+
+def test_a_reply_whose_letters_came_as_other_tokens_than_history_has_is_no_changed_reply() -> None:
+    """Sent back with a name, the message is another one, so its tokens are encoded anew."""
+    chat = Chat("qwen25")
+    chat.messages = [user("hi")]
+    chat.turn("the<|im_end|>")
+    (draft,) = chat.ask(user("hi"))
+    chat.finish(draft, (*b"the", *chat.codec.encode("<|im_end|>")))
+    chat.messages = [user("hi"), {"role": "assistant", "content": "the", "name": "x"}, user("go")]
+    chat.turn("so<|im_end|>")
+    shown = show_timelines(chat.record(), Shown(chat.codec, 10_000), Merge.NONE, ignore_tools=False)
+    assert [split.reason for split in find_splits(shown[1:])] == [Reason.RETOKENIZED]
 
 
 def test_the_command_shows_what_a_retry_and_an_edited_history_did(played: Served) -> None:
@@ -87,7 +126,7 @@ def test_the_command_shows_what_a_retry_and_an_edited_history_did(played: Served
     assert shown.exit_code == 0, shown.output
     assert "timeline 1 leaves timeline 0" in shown.output
     assert str(Reason.ASKED_AGAIN) in shown.output
-    assert str(Reason.REPLY_REWRITTEN) in shown.output
+    assert str(Reason.REPLY_CHANGED) in shown.output
     assert "never said" in shown.output
     (event,) = map(json.loads, CliRunner().invoke(app, [*words, "--json"]).output.splitlines())
-    assert [split["reason"] for split in event["splits"]] == [Reason.ASKED_AGAIN, Reason.REPLY_REWRITTEN]
+    assert [split["reason"] for split in event["splits"]] == [Reason.ASKED_AGAIN, Reason.REPLY_CHANGED]

@@ -6,13 +6,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_engine.config import Merge
 from swarm_engine.merger import merge
-from swarm_engine.merger.text import num_differing
 from swarm_engine.types import Continuation, Span, Timeline
 
 
@@ -99,7 +97,7 @@ def test_by_text_each_call_adds_its_own_behind_what_was_sampled() -> None:
     (merged,) = merge([first, second, third], Merge.TEXT)
     assert merged.tokens == (7, 8, 1, 2, 3, 9, 5, 6, 9, 4)
     assert [(span.start, span.call_id) for span in merged.spans] == [(2, "c1"), (6, "c2"), (9, "c3")]
-    assert merged.num_changed == 2 + 1
+    assert merged.num_out_of_context == 2 + 1, "the second and third reply"
 
 
 def test_of_two_that_continue_a_call_the_later_one_takes_it_in_and_the_other_stays_as_served() -> None:
@@ -115,21 +113,6 @@ def test_by_text_agents_and_calls_that_continue_nothing_stay_apart() -> None:
     second = continuing(first, line((7, 1), (2,), "c2", "y"), 2)
     third = line((7, 1), (3,), "c3", "x")
     assert merge([first, second, third], Merge.TEXT) == (first, second, third)
-
-
-@pytest.mark.parametrize(
-    ("some", "others", "count"),
-    [
-        ((), (), 0),
-        ((1, 2), (1, 2), 0),
-        ((1, 2, 3), (1, 3), 1),
-        ((1, 2, 3), (1, 4, 5, 3), 2),
-        ((1, 1), (1,), 1),
-        ((), (5,), 1),
-    ],
-)
-def test_what_differs_lies_between_the_common_ends(some: tuple[int, ...], others: tuple[int, ...], count: int) -> None:
-    assert num_differing(some, others) == num_differing(others, some) == count
 
 
 def test_none_leaves_everything_as_it_was() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_engine.merger.trie import CHUNKED_COST, Node, Trie, build_trie, count_places, plan_trees, shared_with_earlier
+from swarm_engine.merger.trie import Node, Trie, build_trie, count_places, shared_with_earlier
 
 sequence_lists = st.integers(1, 3).flatmap(
     lambda num_ids: st.lists(st.lists(st.integers(0, num_ids - 1), max_size=8), max_size=8)
@@ -76,24 +76,3 @@ def test_nodes_are_the_longest_runs_without_a_branch(sequences: list[list[int]])
     for node, after in zip(trie.nodes, trie.nodes[1:], strict=False):
         has_one_child = after.start == node.stop < node.end == after.end
         assert not has_one_child
-
-
-@given(sequence_lists, st.integers(1, 12))
-def test_planned_trees_hold_every_sequence_once_and_fit_unless_cutting_costs_too_much(
-    sequences: list[list[int]], max_places: int
-) -> None:
-    arrays = [np.array(sequence, np.int32) for sequence in sequences]
-    plan = plan_trees(arrays, max_places)
-    assert sorted(index for tree in plan for index in tree) == list(range(len(arrays)))
-    sizes = [count_places([arrays[index] for index in tree]) for tree in plan]
-    assert len(plan) <= 1 or sum(sizes) <= CHUNKED_COST * count_places(arrays)
-    for tree, size in zip(plan, sizes, strict=True):
-        assert size <= max_places or len(tree) == 1 or len(plan) == 1
-
-
-def test_a_wide_group_on_a_long_prompt_stays_together() -> None:
-    prompt = list(range(100))
-    group = [np.array([*prompt, 200 + index, 1, 2], np.int32) for index in range(8)]
-    assert len(plan_trees(group, 110)) == 1
-    apart = [np.array([index] * 40, np.int32) for index in range(8)]
-    assert [len(tree) for tree in plan_trees(apart, 110)] == [2, 2, 2, 2]
