@@ -43,7 +43,7 @@ from swarm_engine.merger.trie import Ints, Node, Trie, build_trie
 from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.models.loading import load_policy
-from swarm_engine.trainer.grpo import trained_row
+from swarm_engine.trainer.trainer import trained_row
 from swarm_engine.trainer.tree import Tree
 from swarm_engine.trainer.units import Overlaid, SideBySide, Unit, plan_units
 from swarm_engine.types import Span, Timeline

@@ -21,10 +21,10 @@ from swarm_engine.models.loading import LoadedPolicy, load_policy
 from swarm_engine.protocol import Updated
 from swarm_engine.trainer.adamw import AdamW, AdamWConfig
 from swarm_engine.trainer.advantages import group_advantages
-from swarm_engine.trainer.grpo import GrpoTrainer, trained_row
 from swarm_engine.trainer.loss import entropy, kl_penalty, policy_loss
 from swarm_engine.trainer.samples import Drop, Sample, count_drops, make_samples
 from swarm_engine.trainer.scoring import Row, plan_microbatches, score
+from swarm_engine.trainer.trainer import Trainer, trained_row
 from swarm_engine.types import BatchRecord, Episode, FinishReason, Outcome, Untrained
 
 rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=1, max_size=16)
@@ -34,7 +34,7 @@ def samples_of(episodes: Sequence[Episode], merge: Merge = Merge.NONE) -> list[S
     return make_samples(episodes, merge, normalize_by_std=True)
 
 
-def update(trainer: GrpoTrainer, episodes: Sequence[Episode], step: int = 1) -> Updated:
+def update(trainer: Trainer, episodes: Sequence[Episode], step: int = 1) -> Updated:
     return trainer.update(BatchRecord(step, tuple(episode.episode_id for episode in episodes), 0), episodes)
 
 
@@ -47,7 +47,7 @@ def fingerprint(model: Decoder) -> str:
 
 def gradient_of(model: Decoder, config: TrainerConfig, episodes: Sequence[Episode]) -> tuple[float, torch.Tensor]:
     """Loss and flat gradient of one batch."""
-    trainer = GrpoTrainer(model, config)
+    trainer = Trainer(model, config)
     sums = trainer.accumulate_gradient(trainer.rows(samples_of(episodes, config.merge)))
     gradient = flat_gradient(model)
     trainer.optimizer.zero_grad()
@@ -299,7 +299,7 @@ def test_loss_and_gradient_are_the_objectives_on_paper_however_timelines_merge_a
     for merge in Merge:
         for microbatch_tokens in (1, 64, 2048):
             config = TrainerConfig(merge=merge, microbatch_tokens=microbatch_tokens, **base)
-            trainer = GrpoTrainer(model, config)
+            trainer = Trainer(model, config)
             if regularized:
                 trainer.reference = start
             rows = trainer.rows(samples_of(batch, merge))
@@ -315,8 +315,8 @@ def test_loss_and_gradient_are_the_objectives_on_paper_however_timelines_merge_a
 @pytest.mark.parametrize("how", [Merge.TOKEN, Merge.TREE])
 def test_merging_computes_fewer_tokens(tiny: LoadedPolicy, how: Merge) -> None:
     batch = conversations(3)
-    apart = update(GrpoTrainer(tiny.model, TrainerConfig(merge=Merge.NONE)), batch)
-    merged = update(GrpoTrainer(tiny.model, TrainerConfig(merge=how)), batch)
+    apart = update(Trainer(tiny.model, TrainerConfig(merge=Merge.NONE)), batch)
+    merged = update(Trainer(tiny.model, TrainerConfig(merge=how)), batch)
     assert apart.metrics["merge_ratio"] == 1
     assert merged.metrics["num_trained_tokens"] == apart.metrics["num_trained_tokens"]
     ratio = (apart.metrics["num_computed_tokens"] or 0) / (merged.metrics["num_computed_tokens"] or 1)
@@ -341,11 +341,9 @@ def test_a_reply_that_was_cut_counts_as_cut_whether_or_not_it_is_trained(tiny: L
     gone: dict[str, Any] = {"finish_reason": FinishReason.CANCELLED, "untrained_because": Untrained.CANCELLED}
     for masked in (None, Untrained.CONSTRAINED):
         calls = [call([5], [7] * 10), call([6], [8] * 90, untrained_because=masked, **cut), call([9], [8], **gone)]
-        metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), [episode("a", calls, 1.0)]).metrics
+        metrics = update(Trainer(tiny.model, TrainerConfig()), [episode("a", calls, 1.0)]).metrics
         assert metrics["truncated_fraction"] == 0.5
-    assert (
-        update(GrpoTrainer(tiny.model, TrainerConfig()), [episode("a", [], None)]).metrics["truncated_fraction"] is None
-    )
+    assert update(Trainer(tiny.model, TrainerConfig()), [episode("a", [], None)]).metrics["truncated_fraction"] is None
 
 
 def test_groups_of_identical_replies_are_counted(tiny: LoadedPolicy) -> None:
@@ -356,7 +354,7 @@ def test_groups_of_identical_replies_are_counted(tiny: LoadedPolicy) -> None:
         return [episode(f"{name}{place}", members, float(place), group_id=name) for place, members in enumerate(calls)]
 
     batch = [*group("a", [5, 6], [5, 6], [5, 6]), *group("b", [5, 6], [5, 6], [5, 7]), *group("c", [8])]
-    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), batch).metrics
+    metrics = update(Trainer(tiny.model, TrainerConfig()), batch).metrics
     assert (metrics["identical_reply_groups"], metrics["zero_variance_groups"]) == (1, 0)
 
 
@@ -387,7 +385,7 @@ def on_policy(policy: LoadedPolicy, batch: Sequence[Episode]) -> list[Episode]:
 
 def test_the_first_update_on_policy_has_loss_zero_and_still_a_gradient(tiny: LoadedPolicy) -> None:
     reply_lengths_equal = [episode(f"e{index}", [call([5, 6], [7 + index, 8])], float(index % 2)) for index in range(4)]
-    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), on_policy(tiny, reply_lengths_equal)).metrics
+    metrics = update(Trainer(tiny.model, TrainerConfig()), on_policy(tiny, reply_lengths_equal)).metrics
     assert metrics["loss"] == pytest.approx(0, abs=1e-6)
     assert (metrics["grad_norm"] or 0) > 1e-2
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
@@ -398,7 +396,7 @@ def test_the_first_update_on_policy_has_loss_zero_and_still_a_gradient(tiny: Loa
 
 def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy) -> None:
     batch = [episode(f"e{index}", [call([5, 6], [7 + index % 2])], float(index % 2)) for index in range(8)]
-    trainer = GrpoTrainer(tiny.model, TrainerConfig())
+    trainer = Trainer(tiny.model, TrainerConfig())
     good, bad = Row((5, 6, 8), (2,), (1.0,)), Row((5, 6, 7), (2,), (1.0,))
     with torch.no_grad():
         before = score(tiny.model, [good, bad]).logprobs_N
@@ -412,7 +410,7 @@ def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy) 
 
 
 def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedPolicy) -> None:
-    trainer = GrpoTrainer(tiny.model, TrainerConfig(weight_decay=0.1, kl_weight=0.1, entropy_weight=0.1))
+    trainer = Trainer(tiny.model, TrainerConfig(weight_decay=0.1, kl_weight=0.1, entropy_weight=0.1))
     update(trainer, conversations(1))
     before, steps = fingerprint(tiny.model), trainer.optimizer.num_steps
     uniform = [episode(f"e{index}", [call([5, 6], [7 + index])], 0.5) for index in range(4)]
@@ -431,7 +429,7 @@ def test_a_batch_with_nothing_to_train_is_skipped_and_its_metrics_are_null(
 ) -> None:
     """B033, where everything is masked."""
     before = fingerprint(tiny.model)
-    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), empty).metrics
+    metrics = update(Trainer(tiny.model, TrainerConfig()), empty).metrics
     assert fingerprint(tiny.model) == before
     assert metrics["skipped"] == 1
     for name in ("loss", "grad_norm", "entropy", "kl_sampling", "ratio_max", "reward_mean", "merge_ratio"):
@@ -441,14 +439,14 @@ def test_a_batch_with_nothing_to_train_is_skipped_and_its_metrics_are_null(
 def test_calls_that_are_not_trained_are_counted_by_reason(tiny: LoadedPolicy) -> None:
     forced = replace(call([5], [7]), untrained_because=Untrained.CONSTRAINED)
     batch = [episode("a", [call([5], [7]), forced], 0.0), episode("b", [forced, call([5], [8])], 1.0)]
-    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), batch).metrics
+    metrics = update(Trainer(tiny.model, TrainerConfig()), batch).metrics
     assert metrics["constrained_calls"] == 2
     assert [metrics[f"{reason}_calls"] for reason in ("greedy", "cancelled", "unused_retry")] == [0, 0, 0]
     assert metrics["num_trained_tokens"] == 2
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_visibly(tiny: LoadedPolicy) -> None:
-    trainer = GrpoTrainer(tiny.model, TrainerConfig())
+    trainer = Trainer(tiny.model, TrainerConfig())
     before = fingerprint(tiny.model)
     poisoned = [episode("a", [call([5], [7], [-1e6])], 0.0), episode("b", [call([5], [8], [-1.0])], 1.0)]
     metrics = update(trainer, poisoned).metrics
@@ -459,7 +457,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_visibly(tiny: LoadedPolicy
 
 
 def test_the_kl_pulls_towards_the_start_weights(tiny: LoadedPolicy) -> None:
-    trainer = GrpoTrainer(tiny.model, TrainerConfig(kl_weight=0.5, learning_rate=3e-3))
+    trainer = Trainer(tiny.model, TrainerConfig(kl_weight=0.5, learning_rate=3e-3))
     first = update(trainer, conversations(1)).metrics["kl_reference"]
     assert first == pytest.approx(0, abs=1e-9)
     assert (update(trainer, conversations(1), 2).metrics["kl_reference"] or 0) > 1e-4

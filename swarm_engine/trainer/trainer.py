@@ -56,7 +56,7 @@ class Sums:
     num_computed: int = 0
 
 
-class GrpoTrainer:
+class Trainer:
     """Owns the optimizer of one policy and applies one batch at a time."""
 
     def __init__(self, model: Decoder, config: TrainerConfig) -> None:
