@@ -102,7 +102,7 @@ def test_recorded_logprobs_are_the_trainers(policy: LoadedPolicy, kind: str, tem
         assert played.num_prefilled == NUM_GROUPS * (40 + GROUP_SIZE - 1) + num_seats * (NUM_TURNS - 1) * (1 + 6)
     trainer = Trainer(policy.model, TrainerConfig())
     for merge in (Merge.NONE, Merge.TOKEN):
-        rows = trainer.rows(make_samples(played.episodes, merge, normalize_by_std=True))
+        rows = trainer.rows(make_samples(played.episodes, TrainerConfig(merge=merge), version=0))
         recorded = torch.tensor([logprob for row in rows for logprob in row.sampling_logprobs])
         assert len(recorded) == NUM_GROUPS * GROUP_SIZE * NUM_TURNS * REPLY_TOKENS
         assert len(rows) == NUM_GROUPS * GROUP_SIZE * (NUM_TURNS if merge is Merge.NONE else 1)
