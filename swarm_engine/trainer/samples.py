@@ -6,7 +6,6 @@ timelines, so that merging them changes nothing.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,9 @@ from swarm_engine.trainer.algorithms.dapo import overlong_punishment
 from swarm_engine.trainer.algorithms.sft import is_worth_imitating
 from swarm_engine.types import Episode, Outcome, Timeline
 
+LARGEST_REWARD = 1e100
+"""Beyond it the squares of a group's rewards overflow, and a reward says no more than infinity does."""
+
 
 class Drop(StrEnum):
     """Why a sample carries no loss."""
@@ -27,7 +29,7 @@ class Drop(StrEnum):
     ENV_ERROR = "env_error"
     """The environment failed: nobody's fault, and no word on the policy."""
     UNJUDGED = "unjudged"
-    """No finite reward for this agent."""
+    """No reward for this agent, or one that is not a number or beyond `LARGEST_REWARD`; of its steps too."""
     UNTRAINED = "untrained"
     """No token of it may be trained: all greedy, cancelled or unused, or it made no call at all."""
     STALE = "stale"
@@ -244,7 +246,7 @@ def _sample(episode: Episode, agent: str, config: TrainerConfig, version: int) -
     drop: Drop | None = None
     if episode.outcome is Outcome.ENV_ERROR:
         drop = Drop.ENV_ERROR
-    elif reward is None or not all(math.isfinite(value) for value in (reward, *steps.values())):
+    elif reward is None or not all(abs(value) <= LARGEST_REWARD for value in (reward, *steps.values())):
         drop = Drop.UNJUDGED
     elif sample.num_trained == 0:
         drop = Drop.UNTRAINED

@@ -98,12 +98,14 @@ def test_normalized_advantages_ignore_scale_and_offset(some: list[float], scale:
 
 
 def test_an_episode_counts_once_in_its_baseline_however_many_calls_it_made() -> None:
+    """B045."""
     long = episode("a", [call([5] * n, [7]) for n in range(1, 6)], 1.0)
     short = episode("b", [call([5], [7])], 0.0)
     assert [sample.advantage for sample in samples_of([long, short])] == [1.0, -1.0]
 
 
 def test_a_rejected_reply_does_not_move_the_baseline_of_its_siblings() -> None:
+    """B046."""
     cancelled = call([5], [7], finish_reason=FinishReason.CANCELLED, untrained_because="cancelled")
     batch = [
         episode("a", [call([5], [7])], 1.0),
@@ -191,6 +193,7 @@ def test_an_end_token_that_also_pads_is_trained_and_a_gap_in_the_loss_is_read(ti
 
 
 def test_scores_are_those_of_each_row_alone(tiny: LoadedPolicy) -> None:
+    """B039: rows side by side do not see each other, and the last token of one does not predict the first of the next."""
     rows = [
         Row((5, 6, 7, 8), (2, 3), (1.0, 0.5)),
         Row((9,) * 30, (1, 29), (1.0, 1.0)),
@@ -233,6 +236,7 @@ def test_the_kl_penalty_by_hand() -> None:
 
 
 def test_entropy_with_an_impossible_token_is_finite_and_so_is_its_gradient() -> None:
+    """B058, where a logit is -inf."""
     logits = torch.tensor([[0.0, -math.inf], [0.0, 0.0]], requires_grad=True)
     values = entropy(logits)
     assert values.tolist() == pytest.approx([0.0, math.log(2)])
@@ -311,6 +315,7 @@ def on_policy(policy: LoadedPolicy, batch: Sequence[Episode]) -> list[Episode]:
 
 
 def test_the_first_update_on_policy_has_loss_zero_and_still_a_gradient(tiny: LoadedPolicy) -> None:
+    """B061."""
     reply_lengths_equal = [episode(f"e{index}", [call([5, 6], [7 + index, 8])], float(index % 2)) for index in range(4)]
     metrics = update(Trainer(tiny.model, TrainerConfig()), on_policy(tiny, reply_lengths_equal)).metrics
     assert metrics["loss"] == pytest.approx(0, abs=1e-6)
@@ -336,8 +341,12 @@ def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy) 
     assert trainer.step == 5
 
 
-def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedPolicy) -> None:
-    trainer = Trainer(tiny.model, TrainerConfig(weight_decay=0.1, kl_weight=0.1, entropy_weight=0.1))
+@pytest.mark.parametrize("algorithm", [one for one in Algorithm if one is not Algorithm.SFT])
+def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedPolicy, algorithm: Algorithm) -> None:
+    """B060: neither decay nor momentum moves them; the optimizer's steps stay and the version goes up."""
+    trainer = Trainer(
+        tiny.model, TrainerConfig(algorithm=algorithm, weight_decay=0.1, kl_weight=0.1, entropy_weight=0.1)
+    )
     update(trainer, conversations(1))
     before, steps = fingerprint(tiny.model), trainer.optimizer.num_steps
     uniform = [episode(f"e{index}", [call([5, 6], [7 + index])], 0.5) for index in range(4)]
@@ -354,7 +363,7 @@ def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedP
 def test_a_batch_with_nothing_to_train_is_skipped_and_its_metrics_are_null(
     tiny: LoadedPolicy, empty: list[Episode]
 ) -> None:
-    """B033, where everything is masked."""
+    """B033 and B058, where everything is masked."""
     before = fingerprint(tiny.model)
     metrics = update(Trainer(tiny.model, TrainerConfig()), empty).metrics
     assert fingerprint(tiny.model) == before
