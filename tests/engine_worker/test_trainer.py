@@ -193,7 +193,7 @@ def test_an_end_token_that_also_pads_is_trained_and_a_gap_in_the_loss_is_read(ti
 
 
 def test_scores_are_those_of_each_row_alone(tiny: LoadedPolicy) -> None:
-    """B039: rows side by side do not see each other, and the last token of one does not predict the first of the next."""
+    """B039: rows side by side see nothing of each other, and none predicts the first token of the next."""
     rows = [
         Row((5, 6, 7, 8), (2, 3), (1.0, 0.5)),
         Row((9,) * 30, (1, 29), (1.0, 1.0)),
