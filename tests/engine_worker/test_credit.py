@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from swarm_engine.config import OWN_VALUES, Aggregation, Algorithm, Merge, TrainerConfig
 from swarm_engine.models.loading import LoadedPolicy
+from swarm_engine.trainer.algorithms import METHODS
 from swarm_engine.trainer.rows import trained_row
 from swarm_engine.trainer.samples import Denominators, Drop, Sample, count_drops, make_samples
 from swarm_engine.trainer.trainer import Sums, Trainer
@@ -119,6 +121,16 @@ def test_one_missing_judgement_leaves_loss_and_gradient_finite(tiny: LoadedPolic
     assert (updated.metrics["skipped"], updated.metrics["nonfinite_loss"]) == (0, 0)
     dropped = [sample for sample in make_samples(batch, trainer.config, 0) if sample.drop is Drop.UNJUDGED]
     assert [(sample.episode_id, sample.agent) for sample in dropped] == [("e3", "two")]
+
+
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_the_mean_reward_is_of_all_that_was_judged_whatever_the_algorithm_leaves_out(
+    tiny: LoadedPolicy, algorithm: Algorithm
+) -> None:
+    batch = [simple("a", 1.0), simple("b", 0.0), simple("c", 0.5, "flat"), simple("d", 0.5, "flat"), simple("e", None)]
+    metrics = Trainer(tiny.model, TrainerConfig(algorithm=algorithm)).update(BatchRecord(1, (), 0), batch).metrics
+    assert metrics["reward_mean"] == 0.5
+    assert metrics["zero_variance_fraction"] == (0 if algorithm in (Algorithm.REINFORCE_PP, Algorithm.SFT) else 0.5)
 
 
 def test_rewards_too_large_to_be_summed_stop_nothing(tiny: LoadedPolicy) -> None:
@@ -322,6 +334,18 @@ def test_a_config_that_was_written_down_is_the_same_config(algorithm: Algorithm)
     config = TrainerConfig(algorithm=algorithm)
     again = TrainerConfig.model_validate(config.model_dump(mode="json"))
     assert (again, again.knobs) == (config, config.knobs)
+
+
+def test_every_algorithm_is_there_and_the_docs_say_what_it_runs_with() -> None:
+    assert set(METHODS) == set(OWN_VALUES) == set(Algorithm)
+    lines = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8").splitlines()
+    for algorithm in Algorithm:
+        (row,) = (line for line in lines if line.startswith(f"| `{algorithm}`") and line.count("|") == 7)
+        clip, aggregation = (cell.strip() for cell in row.split("|")[4:6])
+        knobs = TrainerConfig(algorithm=algorithm).knobs
+        bounds = [bound for bound in (knobs.clip_low, knobs.clip_high) if bound is not None]
+        assert [float(bound) for bound in clip.split(", ") if bound != "none"] == bounds, algorithm
+        assert aggregation == f"`{knobs.aggregation}`"
 
 
 def test_the_defaults_are_the_ones_that_were_measured() -> None:

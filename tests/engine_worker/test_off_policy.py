@@ -14,10 +14,11 @@ from episodes import call, conversations, episode, own_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_engine.config import Algorithm, Merge, OffPolicy, TrainerConfig
+from swarm_engine.config import Algorithm, Knobs, Merge, OffPolicy, TrainerConfig
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.models.loading import LoadedPolicy, load_policy
 from swarm_engine.protocol import Updated
+from swarm_engine.trainer.loss import Objective, Tokens
 from swarm_engine.trainer.off_policy import correct
 from swarm_engine.trainer.samples import Drop, count_drops, make_samples
 from swarm_engine.trainer.trainer import Trainer, plan_steps
@@ -192,6 +193,19 @@ def test_a_minibatch_that_teaches_nothing_takes_no_step(tiny: LoadedPolicy) -> N
     trainer = Trainer(tiny.model, TrainerConfig(minibatches=8, weight_decay=0.5))
     assert update(trainer, [*pair, *flat]).metrics["optimizer_steps"] == 2
     assert trainer.optimizer.num_steps == 2
+
+
+def test_a_loss_that_is_not_finite_takes_no_step_even_if_its_gradient_is(tiny: LoadedPolicy) -> None:
+    trainer = Trainer(tiny.model, TrainerConfig())
+    finite = trainer.method.objective
+
+    def endless(tokens: Tokens, knobs: Knobs) -> Objective:
+        found = finite(tokens, knobs)
+        return replace(found, values_N=found.values_N + math.inf)
+
+    trainer.method = replace(trainer.method, objective=endless)
+    metrics = update(trainer, conversations(1)).metrics
+    assert (metrics["skipped"], metrics["nonfinite_loss"], metrics["nonfinite_gradient"]) == (1, 1, 0)
 
 
 def test_one_step_that_is_not_finite_does_not_spoil_the_others(tiny: LoadedPolicy) -> None:

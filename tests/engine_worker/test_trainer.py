@@ -326,9 +326,10 @@ def test_the_first_update_on_policy_has_loss_zero_and_still_a_gradient(tiny: Loa
     assert (metrics["reward_mean"], metrics["reward_std"]) == (0.5, 0.5)
 
 
-def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy) -> None:
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy, algorithm: Algorithm) -> None:
     batch = [episode(f"e{index}", [call([5, 6], [7 + index % 2])], float(index % 2)) for index in range(8)]
-    trainer = Trainer(tiny.model, TrainerConfig())
+    trainer = Trainer(tiny.model, TrainerConfig(algorithm=algorithm))
     good, bad = Row((5, 6, 8), (2,), (1.0,)), Row((5, 6, 7), (2,), (1.0,))
     with torch.no_grad():
         before = score(tiny.model, [good, bad]).logprobs_N
