@@ -44,7 +44,7 @@ from swarm_engine.merger.trie import Ints, Node, Trie, build_trie
 from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.models.loading import load_policy
-from swarm_engine.trainer.grpo import trained_row
+from swarm_engine.trainer.rows import row_of
 from swarm_engine.trainer.tree import Tree
 from swarm_engine.trainer.units import Overlaid, SideBySide, Unit, plan_units
 from swarm_engine.types import Continuation, Span, Timeline
@@ -123,7 +123,7 @@ def plan(batch: Batch, mode: Mode) -> list[Unit]:
     """What a mode computes, unit by unit."""
     how = {Mode.TOKEN: Merge.TOKEN, Mode.TEXT: Merge.TEXT}.get(mode, Merge.NONE)
     merged = [line for lines in timelines_of(batch) for line in merge(lines, how)]
-    rows = [trained_row(line, 0.0, 0.0).row for line in merged]
+    rows = [row_of(line) for line in merged]
     match mode:
         case Mode.PADDED:
             return plan_units(rows, Merge.NONE, MAX_TOKENS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -21,10 +23,38 @@ class SamplerBackend(StrEnum):
 
 
 class Algorithm(StrEnum):
-    """How rewards become a loss."""
+    """How rewards become a loss; each is a file of `swarm_engine.trainer.algorithms`, compared in docs/trainer.md."""
 
     GRPO = "grpo"
     """PPO's clipped surrogate over advantages within a group (Shao et al. 2024, arXiv:2402.03300)."""
+    DR_GRPO = "dr_grpo"
+    """Without the two divisions that favour easy tasks and long failures (Liu et al. 2025, arXiv:2503.20783)."""
+    RLOO = "rloo"
+    """REINFORCE against the mean of the others (Ahmadian et al. 2024, arXiv:2402.14740)."""
+    REINFORCE_PP = "reinforce_pp"
+    """Advantages normalized over the whole batch, not the group (Hu et al. 2025, arXiv:2501.03262)."""
+    DAPO = "dapo"
+    """Flat groups count nowhere, and what is too long is punished softly (Yu et al. 2025, arXiv:2503.14476)."""
+    GSPO = "gspo"
+    """One ratio for a whole sample (Zheng et al. 2025, arXiv:2507.18071)."""
+    CISPO = "cispo"
+    """Clips the weight of a token and never its gradient (MiniMax 2025, arXiv:2506.13585)."""
+    PPO_CLIP = "ppo_clip"
+    """The clipped surrogate, several epochs over one batch (Schulman et al. 2017, arXiv:1707.06347); no critic."""
+    SFT = "sft"
+    """Imitates the episodes whose reward is above zero, all alike."""
+
+
+class OffPolicy(StrEnum):
+    """What is done about tokens that other weights sampled, be they older or computed otherwise."""
+
+    NONE = "none"
+    """The ratio is that of policy and sampling; an algorithm without a ratio does nothing."""
+    TRUNCATED = "truncated"
+    """Decoupled objective: the ratio is that of policy and proximal policy, the weights this update began with, and
+    every token is weighted by exp(proximal - sampling), at most `off_policy_high`."""
+    MASKED = "masked"
+    """The same, but a token whose weight is outside [`off_policy_low`, `off_policy_high`] is left out of the loss."""
 
 
 class Merge(StrEnum):
@@ -47,6 +77,8 @@ class Aggregation(StrEnum):
     """Sum over the batch, divided by all its trained tokens."""
     SEQUENCE_MEAN = "sequence_mean"
     """Mean over each agent's sampled tokens of an episode, then over these."""
+    CONSTANT = "constant"
+    """Sum over each agent's sampled tokens of an episode, divided by `loss_length`; then the mean over these."""
 
 
 class History(StrEnum):
@@ -76,8 +108,80 @@ class SamplerConfig(Frozen):
     """Tokens of a reply where the request sets no limit; the context's rest bounds it too."""
 
 
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What an algorithm runs with: its own values, or the config's where that names one. None: it does not read it."""
+
+    aggregation: Aggregation
+    loss_length: int | None = None
+    normalize_by_std: bool | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+    epochs: int | None = None
+    minibatches: int | None = None
+    sft_weight: float | None = None
+    overlong_limit: int | None = None
+    """None too where no length is punished."""
+    overlong_margin: int | None = None
+    off_policy: OffPolicy | None = None
+    off_policy_low: float | None = None
+    off_policy_high: float | None = None
+
+
+_REINFORCE: Mapping[str, Any] = {"sft_weight": 0.0, "off_policy": OffPolicy.NONE}
+_CLIPPED: Mapping[str, Any] = {
+    **_REINFORCE,
+    "aggregation": Aggregation.TOKEN_MEAN,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "epochs": 1,
+    "minibatches": 1,
+}
+
+OWN_VALUES: Mapping[Algorithm, Mapping[str, Any]] = {
+    Algorithm.GRPO: {**_CLIPPED, "clip_high": 0.28, "normalize_by_std": True},
+    Algorithm.DR_GRPO: {**_CLIPPED, "aggregation": Aggregation.CONSTANT},
+    Algorithm.RLOO: {**_REINFORCE, "aggregation": Aggregation.CONSTANT},
+    Algorithm.REINFORCE_PP: {**_CLIPPED, "normalize_by_std": True},
+    Algorithm.DAPO: {
+        **_CLIPPED,
+        "clip_high": 0.28,
+        "normalize_by_std": True,
+        "overlong_limit": None,
+    },
+    Algorithm.GSPO: {
+        **_CLIPPED,
+        "aggregation": Aggregation.SEQUENCE_MEAN,
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "normalize_by_std": True,
+    },
+    # No lower bound, as in the paper, which leaves the upper one to tuning; 5 = 1 + 4 is that of ScaleRL
+    # (Khatri et al. 2025, arXiv:2510.13786).
+    Algorithm.CISPO: {
+        **{name: value for name, value in _CLIPPED.items() if name != "clip_low"},
+        "clip_high": 4.0,
+        "normalize_by_std": True,
+    },
+    Algorithm.PPO_CLIP: {**_CLIPPED, "normalize_by_std": True, "epochs": 4, "minibatches": 4},
+    Algorithm.SFT: {"aggregation": Aggregation.TOKEN_MEAN},
+}
+"""What each algorithm reads, and its own value of it. A knob that is missing here is refused with that algorithm."""
+
+LOSS_LENGTH = 512
+"""Own value of `loss_length`: the longest reply of `SamplerConfig.max_tokens`. It scales the learning rate alone."""
+
+WEIGHT_BOUNDS: Mapping[OffPolicy, Mapping[str, float]] = {
+    OffPolicy.NONE: {},
+    OffPolicy.TRUNCATED: {"off_policy_high": 2.0},
+    OffPolicy.MASKED: {"off_policy_low": 0.5, "off_policy_high": 5.0},
+}
+"""The bounds that each correction reads, and its own values of them."""
+
+
 class TrainerConfig(Frozen):
-    """How a batch becomes an update."""
+    """How a batch becomes an update. A knob that is None takes the algorithm's own value, see `OWN_VALUES`; one that
+    the algorithm does not read is refused."""
 
     algorithm: Algorithm = Algorithm.GRPO
     group_size: int = Field(8, ge=2, le=1024)
@@ -89,15 +193,35 @@ class TrainerConfig(Frozen):
     beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float | None = Field(None, ge=0, lt=1)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(0.28, ge=0)
-    normalize_by_std: bool = True
-    """Divide advantages by the group's standard deviation (GRPO) or not (Dr. GRPO)."""
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    clip_high: float | None = Field(None, ge=0)
+    normalize_by_std: bool | None = None
+    """Divide advantages by the standard deviation of what they are measured against."""
+    aggregation: Aggregation | None = None
+    loss_length: int | None = Field(None, ge=1)
+    """Tokens; what aggregation `constant` divides by."""
+    epochs: int | None = Field(None, ge=1, le=64)
+    """Times that a batch is gone through in one update."""
+    minibatches: int | None = Field(None, ge=1, le=4096)
+    """Optimizer steps an epoch, each with a share of the batch's samples; every epoch cuts them anew."""
     kl_weight: float = Field(0.0, ge=0)
     """Pull towards the start weights; at 0 no reference policy is loaded."""
     entropy_weight: float = Field(0.0, ge=0)
+    sft_weight: float | None = Field(None, ge=0)
+    """Weight of the negative log-likelihood of samples with a reward above zero, beside 1 for the algorithm's loss."""
+    overlong_limit: int | None = Field(None, ge=1)
+    """Trained tokens of one agent in one episode beyond which 1 is taken off its reward; None punishes no length."""
+    overlong_margin: int | None = Field(None, ge=1)
+    """Tokens before the limit over which that punishment grows in a line from 0; None takes a fifth of the limit."""
+    off_policy: OffPolicy | None = None
+    off_policy_low: float | None = Field(None, ge=0, le=1)
+    """Bounds of a token's weight exp(proximal - sampling), which is 1 where the weights that sampled it are those that
+    the update began with."""
+    off_policy_high: float | None = Field(None, ge=1)
+    max_staleness: int | None = Field(None, ge=0)
+    """Updates between the weights that sampled a sample's oldest trained token and those being trained; a sample beyond
+    it is dropped as `stale`. None drops none."""
     merge: Merge = Merge.TREE
     ignore_tools: bool = False
     """Whether calls that were offered other tools continue each other; only merging by text can."""
@@ -106,11 +230,66 @@ class TrainerConfig(Frozen):
     checkpoint_every: int = Field(10, ge=1)
     """Updates between checkpoints."""
 
+    @property
+    def knobs(self) -> Knobs:
+        """What the algorithm runs with."""
+        return Knobs(**(self._own_values() | self._given()))
+
     @model_validator(mode="after")
     def _tools_matter_to_text(self) -> Self:
         if self.ignore_tools and self.merge is not Merge.TEXT:
             raise ValueError(f"ignore_tools goes with merge: text, and merge is {self.merge}; leave one of them out")
         return self
+
+    @model_validator(mode="after")
+    def _every_knob_is_read(self) -> Self:
+        own, given = self._own_values(), self._given()
+        for name, value in given.items():
+            if name not in own:
+                raise ValueError(f"trainer.{name} is {value}, but {self._why_unread(name)}; leave {name} out")
+        limit, margin = given.get("overlong_limit"), given.get("overlong_margin")
+        if limit is not None and margin is not None and margin > limit:
+            raise ValueError(
+                f"trainer.overlong_margin is {margin} tokens and lies before trainer.overlong_limit, which is {limit}; "
+                "lower the margin or raise the limit"
+            )
+        return self
+
+    def _given(self) -> dict[str, Any]:
+        """The knobs that the config names itself."""
+        named = {field.name: getattr(self, field.name) for field in fields(Knobs)}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def _own_values(self) -> dict[str, Any]:
+        """What is read under this config, with the algorithm's own values."""
+        own = dict(OWN_VALUES[self.algorithm])
+        if (self.aggregation or own["aggregation"]) is Aggregation.CONSTANT:
+            own["loss_length"] = LOSS_LENGTH
+        if "overlong_limit" in own and self.overlong_limit is not None:
+            own["overlong_margin"] = max(1, self.overlong_limit // 5)
+        if "off_policy" in own:
+            own |= WEIGHT_BOUNDS[self.off_policy or own["off_policy"]]
+        return own
+
+    def _why_unread(self, name: str) -> str:
+        reads = OWN_VALUES[self.algorithm]
+        match name:
+            case "loss_length":
+                return f"only aggregation constant divides by it, not {self.aggregation or reads['aggregation']}"
+            case "overlong_margin" if "overlong_limit" in reads:
+                return "overlong_limit is not set, so no length is punished"
+            case "off_policy_low" | "off_policy_high" if "off_policy" in reads:
+                return f"off_policy {self.off_policy or reads['off_policy']} does not read it"
+        readers = [str(algorithm) for algorithm, own in OWN_VALUES.items() if _ENABLED_BY.get(name, name) in own]
+        return f"algorithm {self.algorithm} does not read it; it belongs to {', '.join(readers)}"
+
+
+_ENABLED_BY: Mapping[str, str] = {
+    "overlong_margin": "overlong_limit",
+    "off_policy_low": "off_policy",
+    "off_policy_high": "off_policy",
+}
+"""Knobs that another one brings with it."""
 
 
 class PolicyConfig(Frozen):

@@ -256,6 +256,8 @@ class Episode:
     outcome: Outcome
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
+    step_rewards: Mapping[str, float] = field(default_factory=dict)
+    """By call id, for single calls, beside the reward of the whole; most episodes have none."""
 
     def timelines(self) -> tuple[Timeline, ...]:
         """One timeline a call, in order."""

@@ -57,8 +57,8 @@ from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
-from swarm_engine.trainer.grpo import GrpoTrainer
 from swarm_engine.trainer.scoring import Row, score
+from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import SamplingParams
 
 Question = Boot | Generate | Cancel | Update | Save | Export | Stop
@@ -83,7 +83,7 @@ class Engine:
 
     name: str
     policy: LoadedPolicy
-    trainer: GrpoTrainer
+    trainer: Trainer
     sampler: Sampler
     checkpoint_dir: Path
     is_trainable: bool
@@ -103,7 +103,7 @@ class Engine:
         policy = load_policy(resolve(policy_config.model, boot.model_root))
         if config.num_threads is None and num_parameters(policy.model) > ONE_THREAD_PARAMETERS:
             torch.set_num_threads(_num_cores())
-        trainer = GrpoTrainer(policy.model, config.trainer)
+        trainer = Trainer(policy.model, config.trainer)
         checkpoint = newest_checkpoint(Path(boot.checkpoint_dir))
         if checkpoint is not None:
             load_checkpoint(checkpoint, policy, trainer.optimizer)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 import annotated_types
@@ -44,6 +45,9 @@ WORDS: Mapping[str, tuple[str, ...]] = {
         "advantage normalisation",
         "normalize by std",
     ),
+    "algorithm": ("training algorithm", "algorithm"),
+    "sft_weight": ("sft weight", "weight of imitation", "imitation weight"),
+    "off_policy": ("off-policy correction", "importance sampling correction"),
     "aggregation": ("loss aggregation", "aggregation of the loss", "aggregation"),
     "kl_weight": ("kl weight", "kl penalty", "kl coefficient", "kl"),
     "entropy_weight": ("entropy weight", "entropy bonus", "entropy coefficient", "entropy"),
@@ -152,21 +156,28 @@ class Catalogue:
 
 
 def trainer_knobs() -> tuple[Knob, ...]:
-    """Every numeric or enumerated field of the trainer's config that has more than one value."""
-    found = (_knob(name, info) for name, info in TrainerConfig.model_fields.items())
+    """Every numeric or enumerated field of the trainer's config that has more than one value and a default, which a
+    knob that the default algorithm does not read has not."""
+    config = TrainerConfig()
+    own = {name: value for name, value in asdict(config.knobs).items() if value is not None}
+    found = (_knob(name, info, own.get(name, info.default)) for name, info in TrainerConfig.model_fields.items())
     return tuple(knob for knob in found if knob is not None)
 
 
-def _knob(name: str, info: FieldInfo) -> Knob | None:
+def _knob(name: str, info: FieldInfo, default: Any) -> Knob | None:
+    if default is None:
+        return None
     kind: Any = info.annotation
+    if NoneType in get_args(kind):
+        (kind,) = (one for one in get_args(kind) if one is not NoneType)
     label = name.replace("_", " ")
     names = tuple(dict.fromkeys((*WORDS.get(name, ()), label)))
     path = f"trainer.{name}"
     if isinstance(kind, type) and issubclass(kind, Enum):
         choices = tuple(str(member.value) for member in kind)
-        return Knob(path, label, names, str, str(info.default.value), choices=choices) if len(choices) > 1 else None
+        return Knob(path, label, names, str, str(default.value), choices=choices) if len(choices) > 1 else None
     if kind is bool:
-        return Knob(path, label, names, bool, bool(info.default))
+        return Knob(path, label, names, bool, bool(default))
     if kind not in (int, float) or get_origin(kind) or get_args(kind):
         return None
     low, high, is_low_open, is_high_open = -math.inf, math.inf, False, False
@@ -182,4 +193,4 @@ def _knob(name: str, info: FieldInfo) -> Knob | None:
                 high, is_high_open = float(value), True  # type: ignore[arg-type]
             case _:
                 pass
-    return Knob(path, label, names, kind, info.default, low, high, is_low_open, is_high_open)
+    return Knob(path, label, names, kind, default, low, high, is_low_open, is_high_open)

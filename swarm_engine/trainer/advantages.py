@@ -1,4 +1,4 @@
-"""What an episode was worth, compared with its group: GRPO's baseline (Shao et al. 2024, arXiv:2402.03300)."""
+"""What samples were worth, compared with each other: the baseline that most algorithms share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ NOISE = 1e-6
 train on rounding."""
 
 
+def are_flat(rewards: Sequence[float]) -> bool:
+    """Whether rewards are all the same, up to rounding, or too few to be compared."""
+    return not rewards or max(rewards) - min(rewards) <= NOISE * max(1.0, *(abs(reward) for reward in rewards))
+
+
 def group_advantages(rewards: Sequence[float], *, normalize_by_std: bool) -> list[float]:
     """Reward minus the group's mean, divided by its population deviation where asked.
 
@@ -19,7 +24,7 @@ def group_advantages(rewards: Sequence[float], *, normalize_by_std: bool) -> lis
         As many numbers, summing to zero. All zero for a group of one, which has nothing to be compared with, and for a
         group whose rewards are all the same.
     """
-    if not rewards or max(rewards) - min(rewards) <= NOISE * max(1.0, *(abs(reward) for reward in rewards)):
+    if are_flat(rewards):
         return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     centred = [reward - mean for reward in rewards]

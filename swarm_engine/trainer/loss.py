@@ -1,7 +1,8 @@
-"""The objective of one update, over the trained tokens alone: no padding, no mask, no mean over an empty set.
+"""The pieces that objectives are made of, over the trained tokens alone: no padding, no mask, no mean of an empty set.
 
-Axis N: trained tokens, of any samples in any order. The result is a weighted sum whose weights already hold the
-denominators of the whole batch, so the losses of micro-batches add up.
+Axis N: trained tokens, of any samples in any order. Objectives are per token and to be raised; the trainer's loss is
+their weighted sum with the sign changed, and the weights hold the denominators of the whole batch, so that the losses
+of micro-batches add up.
 """
 
 from __future__ import annotations
@@ -13,38 +14,36 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class LossTerms:
-    """The loss, and what it was made of."""
+class Tokens:
+    """What an objective is made of."""
 
-    loss: Tensor
-    """Scalar; this micro-batch's share of the batch's loss."""
+    policy_N: Tensor
+    """Log-probabilities in nats under the weights being trained, at the temperature that sampled; with gradient."""
+    old_N: Tensor
+    """The same of the policy that the ratio is taken to: the sampling policy, or the proximal one (`off_policy`)."""
+    advantages_N: Tensor
+    samples_N: Tensor
+    """Number of the sample that each token belongs to, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a batch of tokens is worth under an algorithm."""
+
+    values_N: Tensor
+    """Before denominators and correction weights."""
     ratio_N: Tensor
-    """exp(policy - sampling) log-probability, detached."""
+    """Policy over old policy, detached."""
     is_clipped_N: Tensor
-    """Where the clipped branch was the smaller, so that the token has no gradient of its own."""
+    """Where a bound of the ratio took effect."""
 
 
-def policy_loss(
-    policy_logprobs_N: Tensor,
-    sampling_logprobs_N: Tensor,
-    advantages_N: Tensor,
-    weights_N: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> LossTerms:
-    """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347) with an upper bound of its own.
-
-    Args:
-        policy_logprobs_N: in nats, of the weights being trained, at the temperature that sampled.
-        sampling_logprobs_N: in nats, as the sampler reported them.
-        weights_N: see `samples.token_weight`.
-    """
-    ratio_N = torch.exp(policy_logprobs_N - sampling_logprobs_N)
+def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Objective:
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347) with an upper bound of its own: the smaller of
+    ratio * advantage with the ratio free and with it clipped, so that a clipped token has no gradient."""
     free_N = ratio_N * advantages_N
     bounded_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
-    loss = -(weights_N * torch.minimum(free_N, bounded_N)).sum()
-    return LossTerms(loss, ratio_N.detach(), (bounded_N < free_N).detach())
+    return Objective(torch.minimum(free_N, bounded_N), ratio_N.detach(), (bounded_N < free_N).detach())
 
 
 def kl_penalty(policy_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:

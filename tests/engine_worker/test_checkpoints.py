@@ -22,7 +22,7 @@ from swarm_engine.trainer.checkpoints import (
     newest_checkpoint,
     save_checkpoint,
 )
-from swarm_engine.trainer.grpo import GrpoTrainer
+from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord
 
 
@@ -38,18 +38,18 @@ def full_disk(room: int) -> Iterator[None]:
 
 
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(tiny_dir: Path, tmp_path: Path) -> None:
-    def train(trainer: GrpoTrainer, *steps: int) -> None:
+    def train(trainer: Trainer, *steps: int) -> None:
         for step in steps:
             trainer.update(BatchRecord(step, (), 0), conversations(step))
 
     whole = load_policy(tiny_dir)
-    train(GrpoTrainer(whole.model, TrainerConfig()), 1, 2, 3, 4)
+    train(Trainer(whole.model, TrainerConfig()), 1, 2, 3, 4)
     first = load_policy(tiny_dir)
-    trainer = GrpoTrainer(first.model, TrainerConfig())
+    trainer = Trainer(first.model, TrainerConfig())
     train(trainer, 1, 2)
     saved = save_checkpoint(tmp_path, 2, first, trainer.optimizer)
     again = load_policy(tiny_dir)
-    trainer = GrpoTrainer(again.model, TrainerConfig())
+    trainer = Trainer(again.model, TrainerConfig())
     found = newest_checkpoint(tmp_path)
     assert found == saved
     load_checkpoint(saved, again, trainer.optimizer)
@@ -58,7 +58,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(tiny_dir: Path, tmp_path
 
 
 def test_a_checkpoint_is_a_model_that_loads_on_its_own(tiny: LoadedPolicy, tmp_path: Path) -> None:
-    saved = save_checkpoint(tmp_path, 1, tiny, GrpoTrainer(tiny.model, TrainerConfig()).optimizer)
+    saved = save_checkpoint(tmp_path, 1, tiny, Trainer(tiny.model, TrainerConfig()).optimizer)
     assert torch.equal(load_policy(saved.path).model.embedding, tiny.model.embedding)
     assert (saved.path / "chat_template.jinja").is_file()
 
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_a_model_that_loads_on_its_own(tiny: LoadedPolicy, tmp_p
 def test_resuming_takes_the_newest_whole_checkpoint_and_names_the_broken_one(
     tiny: LoadedPolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    optimizer = GrpoTrainer(tiny.model, TrainerConfig()).optimizer
+    optimizer = Trainer(tiny.model, TrainerConfig()).optimizer
     ten = save_checkpoint(tmp_path, 10, tiny, optimizer)
     twenty = save_checkpoint(tmp_path, 20, tiny, optimizer)
     weights = twenty.path / "model.safetensors"
@@ -79,14 +79,14 @@ def test_resuming_takes_the_newest_whole_checkpoint_and_names_the_broken_one(
 
 @pytest.mark.parametrize("lost", ["manifest.json", "optimizer.safetensors", "tokenizer.json"])
 def test_a_checkpoint_with_a_file_missing_is_none(tiny: LoadedPolicy, tmp_path: Path, lost: str) -> None:
-    saved = save_checkpoint(tmp_path, 1, tiny, GrpoTrainer(tiny.model, TrainerConfig()).optimizer)
+    saved = save_checkpoint(tmp_path, 1, tiny, Trainer(tiny.model, TrainerConfig()).optimizer)
     assert is_whole(saved.path)
     (saved.path / lost).unlink()
     assert newest_checkpoint(tmp_path) is None
 
 
 def test_the_last_three_are_kept(tiny: LoadedPolicy, tmp_path: Path) -> None:
-    optimizer = GrpoTrainer(tiny.model, TrainerConfig()).optimizer
+    optimizer = Trainer(tiny.model, TrainerConfig()).optimizer
     (tmp_path / ".step-000007.partial").mkdir()
     for step in (1, 2, 3, 4, 5):
         save_checkpoint(tmp_path, step, tiny, optimizer)
@@ -95,7 +95,7 @@ def test_the_last_three_are_kept(tiny: LoadedPolicy, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [0, 200_000, 2_000_000])
 def test_a_full_disk_leaves_the_checkpoint_before(tiny: LoadedPolicy, tmp_path: Path, room: int) -> None:
-    optimizer = GrpoTrainer(tiny.model, TrainerConfig()).optimizer
+    optimizer = Trainer(tiny.model, TrainerConfig()).optimizer
     before = [save_checkpoint(tmp_path, step, tiny, optimizer) for step in (1, 2, 3)]
     with (
         full_disk(room),
@@ -108,7 +108,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tiny: LoadedPolicy, tmp_path: 
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny: LoadedPolicy, tmp_path: Path) -> None:
-    saved = save_checkpoint(tmp_path, 1, tiny, GrpoTrainer(tiny.model, TrainerConfig()).optimizer)
+    saved = save_checkpoint(tmp_path, 1, tiny, Trainer(tiny.model, TrainerConfig()).optimizer)
     other = load_policy(build_tiny_model(tmp_path / "other", intermediate_size=64))
     with pytest.raises(ModelError, match="asks for"):
-        load_checkpoint(saved, other, GrpoTrainer(other.model, TrainerConfig()).optimizer)
+        load_checkpoint(saved, other, Trainer(other.model, TrainerConfig()).optimizer)

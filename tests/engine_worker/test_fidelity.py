@@ -16,9 +16,9 @@ from swarm_engine.models.loading import LoadedPolicy, load_policy
 from swarm_engine.protocol import Finished, Generate, Sampled
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.slots import SlotSampler
-from swarm_engine.trainer.grpo import GrpoTrainer
 from swarm_engine.trainer.samples import make_samples
 from swarm_engine.trainer.scoring import score
+from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import Call, Episode, FinishReason, SamplingParams
 
 NUM_GROUPS, GROUP_SIZE, NUM_TURNS, REPLY_TOKENS = 2, 4, 3, 9
@@ -100,9 +100,9 @@ def test_recorded_logprobs_are_the_trainers(policy: LoadedPolicy, kind: str, tem
         # An opening once a group, its last token once more for the others, then what a turn added to each context.
         num_seats = NUM_GROUPS * GROUP_SIZE
         assert played.num_prefilled == NUM_GROUPS * (40 + GROUP_SIZE - 1) + num_seats * (NUM_TURNS - 1) * (1 + 6)
-    trainer = GrpoTrainer(policy.model, TrainerConfig())
+    trainer = Trainer(policy.model, TrainerConfig())
     for merge in (Merge.NONE, Merge.TOKEN):
-        rows = trainer.rows(make_samples(played.episodes, merge, normalize_by_std=True))
+        rows = trainer.rows(make_samples(played.episodes, TrainerConfig(merge=merge), version=0))
         recorded = torch.tensor([logprob for row in rows for logprob in row.sampling_logprobs])
         assert len(recorded) == NUM_GROUPS * GROUP_SIZE * NUM_TURNS * REPLY_TOKENS
         assert len(rows) == NUM_GROUPS * GROUP_SIZE * (NUM_TURNS if merge is Merge.NONE else 1)

@@ -6,35 +6,35 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from episodes import call, conversations, episode
+from episodes import call, conversations, episode, own_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_engine.config import Aggregation, Merge, TrainerConfig
+from swarm_engine.config import Aggregation, Algorithm, Merge, TrainerConfig
 from swarm_engine.models.decoder import Decoder, attend_causally
-from swarm_engine.models.loading import LoadedPolicy, load_policy
+from swarm_engine.models.loading import LoadedPolicy
 from swarm_engine.protocol import Updated
 from swarm_engine.trainer.adamw import AdamW, AdamWConfig
 from swarm_engine.trainer.advantages import group_advantages
-from swarm_engine.trainer.grpo import GrpoTrainer, trained_row
-from swarm_engine.trainer.loss import entropy, kl_penalty, policy_loss
+from swarm_engine.trainer.loss import clipped_surrogate, entropy, kl_penalty
+from swarm_engine.trainer.rows import row_of, trained_row
 from swarm_engine.trainer.samples import Drop, Sample, count_drops, make_samples
 from swarm_engine.trainer.scoring import Row, plan_microbatches, score
+from swarm_engine.trainer.trainer import Sums, Trainer
 from swarm_engine.types import BatchRecord, Episode, FinishReason, Outcome, Untrained
 
 rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=1, max_size=16)
 
 
 def samples_of(episodes: Sequence[Episode], merge: Merge = Merge.NONE) -> list[Sample]:
-    return make_samples(episodes, merge, normalize_by_std=True)
+    return make_samples(episodes, TrainerConfig(merge=merge), version=0)
 
 
-def update(trainer: GrpoTrainer, episodes: Sequence[Episode], step: int = 1) -> Updated:
+def update(trainer: Trainer, episodes: Sequence[Episode], step: int = 1) -> Updated:
     return trainer.update(BatchRecord(step, tuple(episode.episode_id for episode in episodes), 0), episodes)
 
 
@@ -47,11 +47,16 @@ def fingerprint(model: Decoder) -> str:
 
 def gradient_of(model: Decoder, config: TrainerConfig, episodes: Sequence[Episode]) -> tuple[float, torch.Tensor]:
     """Loss and flat gradient of one batch."""
-    trainer = GrpoTrainer(model, config)
-    sums = trainer.accumulate_gradient(trainer.rows(samples_of(episodes, config.merge)))
-    gradient = flat_gradient(model)
+    return gradient_by(Trainer(model, config), episodes)
+
+
+def gradient_by(trainer: Trainer, episodes: Sequence[Episode]) -> tuple[float, torch.Tensor]:
+    samples = make_samples(episodes, trainer.config, version=0)
+    rows = trainer.weigh(trainer.rows(samples), samples, range(len(samples)))
+    loss = trainer.accumulate_gradient(rows, 0, Sums())
+    gradient = flat_gradient(trainer.model)
     trainer.optimizer.zero_grad()
-    return sums.loss, gradient
+    return loss, gradient
 
 
 def flat_gradient(model: Decoder) -> torch.Tensor:
@@ -93,12 +98,14 @@ def test_normalized_advantages_ignore_scale_and_offset(some: list[float], scale:
 
 
 def test_an_episode_counts_once_in_its_baseline_however_many_calls_it_made() -> None:
+    """B045."""
     long = episode("a", [call([5] * n, [7]) for n in range(1, 6)], 1.0)
     short = episode("b", [call([5], [7])], 0.0)
     assert [sample.advantage for sample in samples_of([long, short])] == [1.0, -1.0]
 
 
 def test_a_rejected_reply_does_not_move_the_baseline_of_its_siblings() -> None:
+    """B046."""
     cancelled = call([5], [7], finish_reason=FinishReason.CANCELLED, untrained_because="cancelled")
     batch = [
         episode("a", [call([5], [7])], 1.0),
@@ -150,7 +157,7 @@ def test_exactly_the_sampled_tokens_are_targets() -> None:
     last = call([1, 2, 3, 11, 12, 13, 4, 21, 22, 5], [31], [-0.7], call_id="c")
     (sample,) = samples_of([episode("a", [first, greedy, last], 1.0)], Merge.TOKEN)
     (timeline,) = sample.timelines
-    row = trained_row(timeline, 1.0, 0.25)
+    row = trained_row(timeline, sample)
     assert row.row.targets == (3, 4, 5, 10)
     assert [row.row.tokens[target] for target in row.row.targets] == [11, 12, 13, 31]
     assert row.sampling_logprobs == (-0.1, -0.2, -0.3, -0.7)
@@ -167,10 +174,10 @@ def test_an_end_token_that_also_pads_is_trained_and_a_gap_in_the_loss_is_read(ti
     model = tiny.model.double()
     pad = 0
     first = call([5, 6], [11, 12, pad], call_id="a")
-    rows = [trained_row(call([5, 6], [7] * 5).timeline(), 0.0, 0.0), trained_row(first.timeline(), 1.0, 1.0)]
-    assert rows[1].row.targets == (2, 3, 4)
-    together = score(model, [row.row for row in rows]).logprobs_N
-    assert torch.allclose(together[5:], score(model, [rows[1].row]).logprobs_N, atol=1e-12, rtol=0)
+    rows = [row_of(call([5, 6], [7] * 5).timeline()), row_of(first.timeline())]
+    assert rows[1].targets == (2, 3, 4)
+    together = score(model, rows).logprobs_N
+    assert torch.allclose(together[5:], score(model, [rows[1]]).logprobs_N, atol=1e-12, rtol=0)
     tokens = torch.tensor([[5, 6, 11, 12]])
     logits = model.logits(model.hidden(tokens, torch.arange(4), attend_causally))[0, 3]
     assert together[-1].item() == pytest.approx(logits.log_softmax(-1)[pad].item(), abs=1e-12)
@@ -178,7 +185,7 @@ def test_an_end_token_that_also_pads_is_trained_and_a_gap_in_the_loss_is_read(ti
     for result in (20, 21):
         second = call([5, 6, 11, 12, pad, result], [31], call_id="b")
         (sample,) = samples_of([episode("a", [first, second], 1.0)], Merge.TOKEN)
-        row = trained_row(sample.timelines[0], 1.0, 1.0).row
+        row = row_of(sample.timelines[0])
         assert row.targets == (2, 3, 4, 6)
         told.append(score(model, [row]).logprobs_N)
     assert torch.equal(told[0][:3], told[1][:3])
@@ -186,6 +193,7 @@ def test_an_end_token_that_also_pads_is_trained_and_a_gap_in_the_loss_is_read(ti
 
 
 def test_scores_are_those_of_each_row_alone(tiny: LoadedPolicy) -> None:
+    """B039: rows side by side see nothing of each other, and none predicts the first token of the next."""
     rows = [
         Row((5, 6, 7, 8), (2, 3), (1.0, 0.5)),
         Row((9,) * 30, (1, 29), (1.0, 1.0)),
@@ -215,17 +223,11 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int],
 
 def test_the_clipped_surrogate_by_hand() -> None:
     ratios = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5], dtype=torch.float64)
-    terms = policy_loss(
-        ratios.log() - 2.0,
-        torch.full((5,), -2.0, dtype=torch.float64),
-        torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64),
-        torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64),
-        clip_low=0.2,
-        clip_high=0.28,
-    )
-    # min(1*2, ..) + min(1.5, 1.28) + min(-1.5, -1.28) + min(0.5, 0.8) + min(-0.5, -0.8)
-    assert terms.loss.item() == pytest.approx(-(2.0 + 1.28 - 1.5 + 0.5 - 0.8))
-    assert terms.is_clipped_N.tolist() == [False, True, False, False, True]
+    advantages = torch.tensor([2.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    found = clipped_surrogate(ratios, advantages, clip_low=0.2, clip_high=0.28)
+    # min(1*2, ..), min(1.5, 1.28), min(-1.5, -1.28), min(0.5, 0.8), min(-0.5, -0.8)
+    assert found.values_N.tolist() == pytest.approx([2.0, 1.28, -1.5, 0.5, -0.8])
+    assert found.is_clipped_N.tolist() == [False, True, False, False, True]
 
 
 def test_the_kl_penalty_by_hand() -> None:
@@ -234,6 +236,7 @@ def test_the_kl_penalty_by_hand() -> None:
 
 
 def test_entropy_with_an_impossible_token_is_finite_and_so_is_its_gradient() -> None:
+    """B058, where a logit is -inf."""
     logits = torch.tensor([[0.0, -math.inf], [0.0, 0.0]], requires_grad=True)
     values = entropy(logits)
     assert values.tolist() == pytest.approx([0.0, math.log(2)])
@@ -242,81 +245,11 @@ def test_entropy_with_an_impossible_token_is_finite_and_so_is_its_gradient() -> 
     assert logits.grad.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def objective(model: Decoder, reference: Decoder, config: TrainerConfig, batch: Sequence[Episode]) -> torch.Tensor:
-    """The loss as one would write it on paper: call by call, token by token, full logits."""
-    per_sample: list[torch.Tensor] = []
-    counts: list[int] = []
-    for agent in ("left", "right"):
-        for group in sorted({member.group_id for member in batch}):
-            members = [member for member in batch if member.group_id == group]
-            values = torch.tensor([member.rewards[agent] for member in members], dtype=torch.float64)
-            advantages = (values - values.mean()) / values.std(correction=0)
-            for member, advantage in zip(members, advantages, strict=True):
-                total, count = torch.zeros((), dtype=torch.float64), 0
-                for one in member.calls:
-                    if one.agent != agent:
-                        continue
-                    tokens = torch.tensor([one.prompt_ids + one.completion_ids])
-                    places = torch.arange(tokens.shape[1])
-                    logits = model.logits(model.hidden(tokens, places, attend_causally))[0] / one.temperature
-                    anchor = reference.logits(reference.hidden(tokens, places, attend_causally))[0] / one.temperature
-                    for offset, token in enumerate(one.completion_ids):
-                        place = len(one.prompt_ids) + offset - 1
-                        logprobs = logits[place].log_softmax(-1)
-                        ratio = (logprobs[token] - one.logprobs[offset]).exp()
-                        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-                        difference = anchor[place].log_softmax(-1)[token].detach() - logprobs[token]
-                        total = total - torch.minimum(ratio * advantage, clipped * advantage)
-                        total = total + config.kl_weight * (difference.exp() - difference - 1)
-                        total = total + config.entropy_weight * (logprobs.exp() * logprobs).sum()
-                        count += 1
-                per_sample.append(total)
-                counts.append(count)
-    if config.aggregation is Aggregation.TOKEN_MEAN:
-        return torch.stack(per_sample).sum() / sum(counts)
-    return torch.stack([total / count for total, count in zip(per_sample, counts, strict=True)]).mean()
-
-
-@pytest.mark.parametrize("aggregation", Aggregation)
-@pytest.mark.parametrize("regularized", [False, True])
-def test_loss_and_gradient_are_the_objectives_on_paper_however_timelines_merge_and_batches_split(
-    tiny_dir: Path, aggregation: Aggregation, regularized: bool
-) -> None:
-    start, model = load_policy(tiny_dir, torch.float64).model, load_policy(tiny_dir, torch.float64).model
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.003)
-    batch = conversations(3, num_groups=2, group_size=3)
-    base = {"aggregation": aggregation, "clip_low": 0.3, "clip_high": 3.0}
-    if regularized:
-        base |= {"kl_weight": 0.3, "entropy_weight": 0.05}
-    expected_loss = objective(model, start, TrainerConfig(**base), batch)
-    expected_loss.backward()  # type: ignore[no-untyped-call]
-    expected = flat_gradient(model)
-    for parameter in model.parameters():
-        parameter.grad = None
-    for merge in Merge:
-        for microbatch_tokens in (1, 64, 2048):
-            config = TrainerConfig(merge=merge, microbatch_tokens=microbatch_tokens, **base)
-            trainer = GrpoTrainer(model, config)
-            if regularized:
-                trainer.reference = start
-            rows = trainer.rows(samples_of(batch, merge))
-            loss = trainer.accumulate_gradient(rows).loss
-            found = torch.cat(
-                [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-            )
-            trainer.optimizer.zero_grad()
-            assert loss == pytest.approx(expected_loss.item(), rel=1e-9)
-            assert ((found - expected).norm() / expected.norm()).item() < 1e-9
-
-
 @pytest.mark.parametrize("how", [Merge.TOKEN, Merge.TREE])
 def test_merging_computes_fewer_tokens(tiny: LoadedPolicy, how: Merge) -> None:
     batch = conversations(3)
-    apart = update(GrpoTrainer(tiny.model, TrainerConfig(merge=Merge.NONE)), batch)
-    merged = update(GrpoTrainer(tiny.model, TrainerConfig(merge=how)), batch)
+    apart = update(Trainer(tiny.model, TrainerConfig(merge=Merge.NONE)), batch)
+    merged = update(Trainer(tiny.model, TrainerConfig(merge=how)), batch)
     assert apart.metrics["merge_ratio"] == 1
     assert merged.metrics["num_trained_tokens"] == apart.metrics["num_trained_tokens"]
     ratio = (apart.metrics["num_computed_tokens"] or 0) / (merged.metrics["num_computed_tokens"] or 1)
@@ -329,10 +262,12 @@ def test_tokens_that_are_not_trained_are_in_no_denominator(tiny: LoadedPolicy) -
     pair = [episode("a", [call([5], [7] * 10, [-1.0] * 10)], 1.0), episode("b", [call([5], [8])], 0.0)]
     cut_off = call([6], [7] * 90, finish_reason=FinishReason.LENGTH, untrained_because="unused_retry")
     with_dead_weight = [*pair, episode("c", [cut_off], 0.0), episode("d", [call([9], [7] * 50)], None)]
-    for aggregation in Aggregation:
-        config = TrainerConfig(aggregation=aggregation)
-        alone, _ = gradient_of(tiny.model, config, pair)
-        assert gradient_of(tiny.model, config, with_dead_weight)[0] == alone
+    for algorithm in Algorithm:
+        for aggregation in Aggregation:
+            config = TrainerConfig(algorithm=algorithm, aggregation=aggregation)
+            alone, _ = gradient_of(tiny.model, config, pair)
+            assert alone != 0
+            assert gradient_of(tiny.model, config, with_dead_weight)[0] == alone
 
 
 def test_a_reply_that_was_cut_counts_as_cut_whether_or_not_it_is_trained(tiny: LoadedPolicy) -> None:
@@ -341,11 +276,9 @@ def test_a_reply_that_was_cut_counts_as_cut_whether_or_not_it_is_trained(tiny: L
     gone: dict[str, Any] = {"finish_reason": FinishReason.CANCELLED, "untrained_because": Untrained.CANCELLED}
     for masked in (None, Untrained.CONSTRAINED):
         calls = [call([5], [7] * 10), call([6], [8] * 90, untrained_because=masked, **cut), call([9], [8], **gone)]
-        metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), [episode("a", calls, 1.0)]).metrics
+        metrics = update(Trainer(tiny.model, TrainerConfig()), [episode("a", calls, 1.0)]).metrics
         assert metrics["truncated_fraction"] == 0.5
-    assert (
-        update(GrpoTrainer(tiny.model, TrainerConfig()), [episode("a", [], None)]).metrics["truncated_fraction"] is None
-    )
+    assert update(Trainer(tiny.model, TrainerConfig()), [episode("a", [], None)]).metrics["truncated_fraction"] is None
 
 
 def test_groups_of_identical_replies_are_counted(tiny: LoadedPolicy) -> None:
@@ -356,7 +289,7 @@ def test_groups_of_identical_replies_are_counted(tiny: LoadedPolicy) -> None:
         return [episode(f"{name}{place}", members, float(place), group_id=name) for place, members in enumerate(calls)]
 
     batch = [*group("a", [5, 6], [5, 6], [5, 6]), *group("b", [5, 6], [5, 6], [5, 7]), *group("c", [8])]
-    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), batch).metrics
+    metrics = update(Trainer(tiny.model, TrainerConfig()), batch).metrics
     assert (metrics["identical_reply_groups"], metrics["zero_variance_groups"]) == (1, 0)
 
 
@@ -372,22 +305,19 @@ def test_zero_variance_groups_stay_in_the_denominator(tiny: LoadedPolicy) -> Non
 
 def on_policy(policy: LoadedPolicy, batch: Sequence[Episode]) -> list[Episode]:
     """The same episodes with the policy's own log-probabilities."""
-    from dataclasses import replace
-
-    result = []
-    for member in batch:
-        calls = []
-        for one in member.calls:
-            row = trained_row(one.timeline(), 0.0, 0.0).row
-            with torch.no_grad():
-                calls.append(replace(one, logprobs=tuple(score(policy.model, [row]).logprobs_N.tolist())))
-        result.append(replace(member, calls=tuple(calls)))
-    return result
+    return [
+        replace(
+            member,
+            calls=tuple(replace(one, logprobs=tuple(own_logprobs(policy.model, one))) for one in member.calls),
+        )
+        for member in batch
+    ]
 
 
 def test_the_first_update_on_policy_has_loss_zero_and_still_a_gradient(tiny: LoadedPolicy) -> None:
+    """B061."""
     reply_lengths_equal = [episode(f"e{index}", [call([5, 6], [7 + index, 8])], float(index % 2)) for index in range(4)]
-    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), on_policy(tiny, reply_lengths_equal)).metrics
+    metrics = update(Trainer(tiny.model, TrainerConfig()), on_policy(tiny, reply_lengths_equal)).metrics
     assert metrics["loss"] == pytest.approx(0, abs=1e-6)
     assert (metrics["grad_norm"] or 0) > 1e-2
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
@@ -396,9 +326,10 @@ def test_the_first_update_on_policy_has_loss_zero_and_still_a_gradient(tiny: Loa
     assert (metrics["reward_mean"], metrics["reward_std"]) == (0.5, 0.5)
 
 
-def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy) -> None:
+@pytest.mark.parametrize("algorithm", Algorithm)
+def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy, algorithm: Algorithm) -> None:
     batch = [episode(f"e{index}", [call([5, 6], [7 + index % 2])], float(index % 2)) for index in range(8)]
-    trainer = GrpoTrainer(tiny.model, TrainerConfig())
+    trainer = Trainer(tiny.model, TrainerConfig(algorithm=algorithm))
     good, bad = Row((5, 6, 8), (2,), (1.0,)), Row((5, 6, 7), (2,), (1.0,))
     with torch.no_grad():
         before = score(tiny.model, [good, bad]).logprobs_N
@@ -411,8 +342,12 @@ def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy) 
     assert trainer.step == 5
 
 
-def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedPolicy) -> None:
-    trainer = GrpoTrainer(tiny.model, TrainerConfig(weight_decay=0.1, kl_weight=0.1, entropy_weight=0.1))
+@pytest.mark.parametrize("algorithm", [one for one in Algorithm if one is not Algorithm.SFT])
+def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedPolicy, algorithm: Algorithm) -> None:
+    """B060: neither decay nor momentum moves them; the optimizer's steps stay and the version goes up."""
+    trainer = Trainer(
+        tiny.model, TrainerConfig(algorithm=algorithm, weight_decay=0.1, kl_weight=0.1, entropy_weight=0.1)
+    )
     update(trainer, conversations(1))
     before, steps = fingerprint(tiny.model), trainer.optimizer.num_steps
     uniform = [episode(f"e{index}", [call([5, 6], [7 + index])], 0.5) for index in range(4)]
@@ -429,9 +364,9 @@ def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedP
 def test_a_batch_with_nothing_to_train_is_skipped_and_its_metrics_are_null(
     tiny: LoadedPolicy, empty: list[Episode]
 ) -> None:
-    """B033, where everything is masked."""
+    """B033 and B058, where everything is masked."""
     before = fingerprint(tiny.model)
-    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), empty).metrics
+    metrics = update(Trainer(tiny.model, TrainerConfig()), empty).metrics
     assert fingerprint(tiny.model) == before
     assert metrics["skipped"] == 1
     for name in ("loss", "grad_norm", "entropy", "kl_sampling", "ratio_max", "reward_mean", "merge_ratio"):
@@ -441,14 +376,14 @@ def test_a_batch_with_nothing_to_train_is_skipped_and_its_metrics_are_null(
 def test_calls_that_are_not_trained_are_counted_by_reason(tiny: LoadedPolicy) -> None:
     forced = replace(call([5], [7]), untrained_because=Untrained.CONSTRAINED)
     batch = [episode("a", [call([5], [7]), forced], 0.0), episode("b", [forced, call([5], [8])], 1.0)]
-    metrics = update(GrpoTrainer(tiny.model, TrainerConfig()), batch).metrics
+    metrics = update(Trainer(tiny.model, TrainerConfig()), batch).metrics
     assert metrics["constrained_calls"] == 2
     assert [metrics[f"{reason}_calls"] for reason in ("greedy", "cancelled", "unused_retry")] == [0, 0, 0]
     assert metrics["num_trained_tokens"] == 2
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_visibly(tiny: LoadedPolicy) -> None:
-    trainer = GrpoTrainer(tiny.model, TrainerConfig())
+    trainer = Trainer(tiny.model, TrainerConfig())
     before = fingerprint(tiny.model)
     poisoned = [episode("a", [call([5], [7], [-1e6])], 0.0), episode("b", [call([5], [8], [-1.0])], 1.0)]
     metrics = update(trainer, poisoned).metrics
@@ -459,7 +394,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_visibly(tiny: LoadedPolicy
 
 
 def test_the_kl_pulls_towards_the_start_weights(tiny: LoadedPolicy) -> None:
-    trainer = GrpoTrainer(tiny.model, TrainerConfig(kl_weight=0.5, learning_rate=3e-3))
+    trainer = Trainer(tiny.model, TrainerConfig(kl_weight=0.5, learning_rate=3e-3))
     first = update(trainer, conversations(1)).metrics["kl_reference"]
     assert first == pytest.approx(0, abs=1e-9)
     assert (update(trainer, conversations(1), 2).metrics["kl_reference"] or 0) > 1e-4

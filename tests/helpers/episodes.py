@@ -6,7 +6,16 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
+from swarm_engine.config import Merge
+from swarm_engine.models.decoder import Decoder
+from swarm_engine.trainer.rows import row_of
+from swarm_engine.trainer.scoring import score
 from swarm_engine.types import Call, Episode, FinishReason, Mode, Outcome
+
+EXACT_MERGES = (Merge.NONE, Merge.TOKEN, Merge.TREE)
+"""Those that leave the loss as it is."""
 
 
 def call(prompt: Sequence[int], reply: Sequence[int], logprobs: Sequence[float] | None = None, **changes: Any) -> Call:
@@ -77,3 +86,11 @@ def conversations(seed: int, num_groups: int = 2, group_size: int = 4, num_turns
                 episode(f"e{group}-{index}", calls, rewards, group_id=f"g{group}", index=index, task_id=f"t{group}")
             )
     return episodes
+
+
+def own_logprobs(model: Decoder, one: Call) -> list[float]:
+    """What the model gives the reply of a call, each token in nats."""
+    row = row_of(one.timeline())
+    with torch.no_grad():
+        found: list[float] = score(model, [row]).logprobs_N.tolist()
+    return found

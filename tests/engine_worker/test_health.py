@@ -1,0 +1,106 @@
+"""Warnings against series made by hand: each where it is due, and none in a healthy run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from episodes import conversations
+
+from swarm_engine.config import TrainerConfig
+from swarm_engine.models.loading import LoadedPolicy
+from swarm_engine.trainer.health import Ill, Limits, warnings_of
+from swarm_engine.trainer.trainer import Trainer
+from swarm_engine.types import BatchRecord
+
+HEALTHY: dict[str, float | None] = {
+    "loss": 0.01,
+    "entropy": 1.0,
+    "reward_std": 0.5,
+    "kl_sampling": 0.001,
+    "grad_norm": 0.5,
+    "truncated_fraction": 0.1,
+    "zero_variance_fraction": 0.3,
+    "nonfinite_gradient": 0.0,
+    "nonfinite_loss": 0.0,
+}
+
+
+def series(num: int = 30, last: int = 5, **changes: float | None) -> list[dict[str, float | None]]:
+    """A run whose reward climbs by 0.02 an update; `changes` hold in its last updates."""
+    return [HEALTHY | {"reward_mean": 0.02 * step} | (changes if step >= num - last else {}) for step in range(num)]
+
+
+def test_a_healthy_run_and_a_short_one_have_no_warnings() -> None:
+    assert warnings_of(series()) == []
+    assert warnings_of([]) == []
+    assert warnings_of(series(3, last=3, entropy=0.0, kl_sampling=9.0, grad_norm=99.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "ill", "value", "message"),
+    [
+        ({"entropy": 0.05}, Ill.ENTROPY_COLLAPSE, 0.05, "entropy fell from 1 to 0.05 nats per token, 5% of the start"),
+        ({"kl_sampling": 0.2}, Ill.KL_SPIKE, 0.2, "differ by 0.2 nats per token"),
+        ({"grad_norm": 6.0}, Ill.GRADIENT_EXPLODES, 12.0, "norm is 6 over the last 5 updates and was 0.5 before"),
+        ({"truncated_fraction": 0.4}, Ill.TRUNCATION, 0.4, "40% of the replies were cut"),
+        ({"zero_variance_fraction": 0.9}, Ill.ZERO_VARIANCE, 0.9, "90% of the groups got one reward"),
+        ({"nonfinite_gradient": 1.0, "grad_norm": None}, Ill.NOT_FINITE, 5.0, "not finite in 5 of the last 5 updates"),
+        ({"nonfinite_loss": 1.0}, Ill.NOT_FINITE, 5.0, "these steps were skipped"),
+    ],
+)
+def test_one_warning_for_one_ill_with_its_value_its_limit_and_a_way_out(
+    changes: dict[str, Any], ill: Ill, value: float, message: str
+) -> None:
+    (warning,) = warnings_of(series(**changes))
+    assert warning.ill is ill
+    assert warning.value == pytest.approx(value)
+    assert message in warning.message
+    assert "the limit is" in warning.message
+    assert "trainer." in warning.message or "tasks" in warning.message
+    if ill is not Ill.NOT_FINITE:
+        assert warnings_of(series(last=2, **changes)) == [], "two updates are no trend"
+
+
+@pytest.mark.parametrize(
+    "at_the_limit",
+    [
+        {"entropy": 0.1},
+        {"kl_sampling": 0.1},
+        {"grad_norm": 5.0},
+        {"truncated_fraction": 0.3},
+        {"zero_variance_fraction": 0.7},
+    ],
+)
+def test_what_is_at_its_limit_is_not_over_it(at_the_limit: dict[str, Any]) -> None:
+    assert warnings_of(series(**at_the_limit)) == []
+
+
+def test_one_step_that_was_not_finite_is_told_and_forgotten() -> None:
+    history = series(last=1, nonfinite_gradient=1.0)
+    assert [warning.value for warning in warnings_of(history)] == [1.0]
+    assert warnings_of([*history, *series(5)]) == []
+
+
+def test_a_reward_that_does_not_move_is_told_after_twenty_updates() -> None:
+    flat: dict[str, float | None] = HEALTHY | {"reward_mean": 0.25}
+    assert warnings_of([flat] * 19) == []
+    (warning,) = warnings_of([flat] * 20)
+    assert (warning.ill, warning.value) == (Ill.REWARD_FLAT, 0.0)
+    assert "from 0.25 to 0.25 in 20 updates" in warning.message
+    assert warnings_of([*[flat] * 10, *[flat | {"reward_mean": 0.31}] * 10]) == [], "0.12 of a deviation"
+    assert warnings_of([flat | {"reward_std": 0.0}] * 20) == [], "zero variance is told by its own name"
+
+
+def test_values_that_are_missing_are_no_values() -> None:
+    assert warnings_of(series(last=30, entropy=None, reward_mean=None, kl_sampling=None, grad_norm=None)) == []
+    assert warnings_of([{}] * 30) == []
+
+
+def test_limits_can_be_set() -> None:
+    assert [warning.ill for warning in warnings_of(series(), Limits(truncated_fraction=0.05))] == [Ill.TRUNCATION]
+
+
+def test_every_metric_that_is_judged_is_one_that_an_update_has(tiny: LoadedPolicy) -> None:
+    metrics = Trainer(tiny.model, TrainerConfig()).update(BatchRecord(1, (), 0), conversations(1)).metrics
+    assert set(HEALTHY) | {"reward_mean"} <= set(metrics)
