@@ -223,8 +223,8 @@ class TrainerConfig(Frozen):
     """Updates between the weights that sampled a sample's oldest trained token and those being trained; a sample beyond
     it is dropped as `stale`. None drops none."""
     merge: Merge = Merge.TREE
-    ignore_tools: bool = False
-    """Whether calls that were offered other tools continue each other; only merging by text can."""
+    ignore_tools: bool | None = None
+    """Whether calls that were offered other tools continue each other; only merging by text reads it, None is no."""
     microbatch_tokens: int = Field(2048, ge=1)
     """Tokens, padding included, computed at once; bounds memory, never changes the gradient."""
     checkpoint_every: int = Field(10, ge=1)
@@ -237,8 +237,8 @@ class TrainerConfig(Frozen):
 
     @model_validator(mode="after")
     def _tools_matter_to_text(self) -> Self:
-        if self.ignore_tools and self.merge is not Merge.TEXT:
-            raise ValueError(f"ignore_tools goes with merge: text, and merge is {self.merge}; leave one of them out")
+        if self.ignore_tools is not None and self.merge is not Merge.TEXT:
+            raise ValueError(f"trainer.ignore_tools goes with merge: text, and merge is {self.merge}; leave one of them out")
         return self
 
     @model_validator(mode="after")

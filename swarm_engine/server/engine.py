@@ -327,7 +327,7 @@ class Engine:
         records = [episode_records.validate_json(row.record) for row in self.journal.episodes_of(record)]
         if trainer.merge is not Merge.TEXT:
             return tuple(one.episode for one in records)
-        return tuple(with_continuations(one, codec, ignore_tools=trainer.ignore_tools) for one in records)
+        return tuple(with_continuations(one, codec, ignore_tools=bool(trainer.ignore_tools)) for one in records)
 
     # Batches
 
@@ -481,7 +481,7 @@ class Engine:
             folder = Path(policy.tokenizer_dir)
             codec = await asyncio.to_thread(ChatCodec.load, folder, policy.end_ids, self.created)
             self._shown = Shown(codec, policy.max_context)
-        ignore_tools = self._config is not None and self._config.trainer.ignore_tools
+        ignore_tools = self._config is not None and bool(self._config.trainer.ignore_tools)
         return await asyncio.to_thread(show_timelines, record, self._shown, how, ignore_tools)
 
     def status(self) -> dict[str, Any]:
