@@ -238,7 +238,7 @@ class TrainerConfig(Frozen):
     @model_validator(mode="after")
     def _tools_matter_to_text(self) -> Self:
         if self.ignore_tools is not None and self.merge is not Merge.TEXT:
-            raise ValueError(f"trainer.ignore_tools goes with merge: text, and merge is {self.merge}; leave one of them out")
+            raise ValueError(f"trainer.ignore_tools goes with merge: text, not {self.merge}; leave one of them out")
         return self
 
     @model_validator(mode="after")
