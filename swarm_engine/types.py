@@ -165,19 +165,9 @@ class Timeline:
         """How many tokens carry a loss."""
         return sum(len(span.logprobs) for span in self.spans if span.is_trained)
 
-    def starts_with(self, earlier: Timeline) -> bool:
-        """Whether `earlier` is a prefix of this timeline, token by token, of the same policy and agent."""
-        return (
-            self.policy == earlier.policy
-            and self.agent == earlier.agent
-            and self.tokens[: len(earlier.tokens)] == earlier.tokens
-        )
-
     def absorb(self, earlier: Timeline) -> Timeline:
         """This timeline with the spans of `earlier`, which must be a prefix of it, added."""
-        known = {span.call_id for span in self.spans}
-        added = [span for span in earlier.spans if span.call_id not in known]
-        return replace(self, spans=tuple(sorted((*self.spans, *added), key=lambda span: span.start)))
+        return replace(self, spans=tuple(sorted((*self.spans, *earlier.spans), key=lambda span: span.start)))
 
 
 @dataclass(frozen=True, slots=True)

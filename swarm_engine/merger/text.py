@@ -35,7 +35,8 @@ def merge_by_text(timelines: Sequence[Timeline], max_tokens: int | None = None) 
             chain.append(base)
         for taken in chain[1:]:
             del merged[taken]
-        merged[place] = _join([timelines[one] for one in reversed(chain)])
+        if len(chain) > 1:
+            merged[place] = _join([timelines[one] for one in reversed(chain)])
     return tuple(merged.values())
 
 

@@ -320,6 +320,7 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode], how: M
         "reward_std": None if variance is None else math.sqrt(variance),
         "zero_variance_groups": float(len(flat)),
         "identical_reply_groups": float(_count_identical(counted)),
+        "num_calls": float(len(calls)),
         "num_trained_tokens": float(sum(sample.num_trained for sample in counted)),
         "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in whole), len(whole)),
         "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged_tokens(counted, how)),

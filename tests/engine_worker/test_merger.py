@@ -14,14 +14,33 @@ from swarm_engine.merger import merge
 from swarm_engine.types import Continuation, Span, Timeline
 
 
-def line(prompt: tuple[int, ...], reply: tuple[int, ...], call: str, agent: str = "main") -> Timeline:
-    span = Span(len(prompt), call, tuple(-0.1 * token for token in reply), (0,) * len(reply), 1.0)
-    return Timeline("policy", agent, prompt + reply, (span,))
+def line(
+    prompt: tuple[int, ...],
+    reply: tuple[int, ...],
+    call: str,
+    agent: str = "main",
+    policy: str = "policy",
+    *,
+    is_trained: bool = True,
+) -> Timeline:
+    span = Span(len(prompt), call, tuple(-0.1 * token for token in reply), (0,) * len(reply), 1.0, is_trained)
+    return Timeline(policy, agent, prompt + reply, (span,) if reply else ())
 
 
-def spans(timelines: tuple[Timeline, ...] | list[Timeline]) -> Counter[tuple[str, tuple[int, ...], Span]]:
+def spans(timelines: tuple[Timeline, ...] | list[Timeline]) -> Counter[tuple[str, str, tuple[int, ...], Span]]:
     """Each span with its agent and everything before its end: all that its loss depends on."""
-    return Counter((line.agent, line.tokens[: span.end], span) for line in timelines for span in line.spans)
+    return Counter(
+        (line.policy, line.agent, line.tokens[: span.end], span) for line in timelines for span in line.spans
+    )
+
+
+def replies(timelines: tuple[Timeline, ...] | list[Timeline]) -> Counter[tuple[str, str, tuple[int, ...], Span]]:
+    """Each span with its agent and its tokens, wherever it stands."""
+    return Counter(
+        (line.policy, line.agent, line.tokens[span.start : span.end], replace(span, start=0))
+        for line in timelines
+        for span in line.spans
+    )
 
 
 def by_definition(timelines: list[Timeline]) -> list[Timeline]:
@@ -29,12 +48,18 @@ def by_definition(timelines: list[Timeline]) -> list[Timeline]:
     kept: list[tuple[int, Timeline]] = []
     for index in reversed(range(len(timelines))):
         earlier = timelines[index]
-        hosts = [place for place, (_, later) in enumerate(kept) if later.starts_with(earlier)]
+        length = len(earlier.tokens)
+        hosts = [
+            place
+            for place, (_, later) in enumerate(kept)
+            if (later.policy, later.agent, later.tokens[:length]) == (earlier.policy, earlier.agent, earlier.tokens)
+        ]
         if hosts:
             place, later = kept[hosts[0]]
             taken = {position for span in later.spans for position in range(span.start, span.end)}
             if not any(set(range(span.start, span.end)) & taken for span in earlier.spans):
-                kept[hosts[0]] = (place, later.absorb(earlier))
+                joined = sorted([*later.spans, *earlier.spans], key=lambda span: span.start)
+                kept[hosts[0]] = (place, replace(later, spans=tuple(joined)))
                 continue
         kept.append((index, earlier))
     return [timeline for _, timeline in reversed(kept)]
@@ -42,15 +67,23 @@ def by_definition(timelines: list[Timeline]) -> list[Timeline]:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Timeline]:
-    """Calls that go on from earlier calls, branch, retry, and belong to two agents."""
+    """Calls that go on from earlier calls, branch, retry, get no reply, and belong to two agents and two policies.
+
+    A call may continue an earlier one from any place of its prompt on, as if its history had been written anew.
+    """
     token = st.integers(0, 2)
     lines: list[Timeline] = []
     for call in range(draw(st.integers(0, 8))):
         base = draw(st.sampled_from([(), *(line.tokens for line in lines)]))
         cut = draw(st.integers(0, len(base)))
         prompt = base[:cut] + tuple(draw(st.lists(token, max_size=3)))
-        reply = tuple(draw(st.lists(token, min_size=1, max_size=3)))
-        lines.append(line(prompt, reply, f"call-{call}", draw(st.sampled_from(["a", "b"]))))
+        reply = tuple(draw(st.lists(token, max_size=3)))
+        agent, policy = draw(st.sampled_from(["a", "a", "b"])), draw(st.sampled_from(["x", "x", "y"]))
+        one = line(prompt, reply, f"call-{call}", agent, policy, is_trained=draw(st.booleans()))
+        if lines and draw(st.booleans()):
+            continued = draw(st.integers(0, call - 1))
+            one = replace(one, continues=Continuation(f"call-{continued}", draw(st.integers(0, len(prompt)))))
+        lines.append(one)
     return lines
 
 
@@ -126,6 +159,27 @@ def test_every_span_is_kept_once_with_the_context_it_was_sampled_in(lines: list[
     assert spans(merged) == spans(lines)
     assert sum(timeline.num_trained for timeline in merged) == sum(timeline.num_trained for timeline in lines)
     assert all(sum(timeline.loss_mask) == timeline.num_trained for timeline in merged), "spans overlap"
+
+
+@given(conversations(), st.one_of(st.none(), st.integers(1, 12)))
+def test_by_text_every_reply_is_kept_once_whole_and_with_its_agent(
+    lines: list[Timeline], max_tokens: int | None
+) -> None:
+    merged = merge(lines, Merge.TEXT, max_tokens)
+    assert replies(merged) == replies(lines)
+    longest = max((len(line.tokens) for line in lines), default=0)
+    assert max_tokens is None or all(len(row.tokens) <= max(max_tokens, longest) for row in merged)
+    for row in merged:
+        assert sum(row.loss_mask) == row.num_trained, "spans overlap"
+        if row.num_out_of_context == 0 and row.spans:
+            served = {span.call_id: line.tokens for line in lines for span in line.spans}
+            assert all(row.tokens[: span.end] == served[span.call_id] for span in row.spans if span.is_trained)
+
+
+@given(conversations())
+def test_merging_by_text_twice_is_merging_once(lines: list[Timeline]) -> None:
+    once = merge(lines, Merge.TEXT)
+    assert merge(once, Merge.TEXT) == once
 
 
 @given(conversations())
