@@ -87,7 +87,7 @@ def kind_of(delta: Delta) -> tuple[type[Delta], int | None]:
     return type(delta), delta.index if isinstance(delta, ToolCallDelta) else None
 
 
-def join(deltas: Iterable[Delta]) -> list[Delta]:
+def join_deltas(deltas: Iterable[Delta]) -> list[Delta]:
     """Neighbours of one kind as one."""
     joined: list[Delta] = []
     for (kind, _), group in groupby(deltas, kind_of):

@@ -28,9 +28,10 @@ from tokenizers import Tokenizer
 from swarm_engine.errors import BadRequestError, ContextLengthError, TokenizerError, UnsupportedError
 from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.forcing import forced_call, formed_answer
-from swarm_engine.tracker.formats import ANY, Reasoning, beyond, find_format, tag_pattern
+from swarm_engine.tracker.formats import Reasoning, beyond, find_format, tag_pattern
+from swarm_engine.tracker.marks import ANY, BREAKER, SENTINEL
 from swarm_engine.tracker.markup import Markup
-from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message, Tool
+from swarm_engine.tracker.messages import Message, Tool
 from swarm_engine.tracker.replies import ReplyReader
 from swarm_engine.tracker.template import ChatTemplate, RawArguments, simpler_message, template_of
 from swarm_engine.tracker.token_bytes import byte_reader, fallback_bytes

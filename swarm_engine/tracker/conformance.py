@@ -14,8 +14,9 @@ from swarm_engine.errors import BadRequestError, TokenizerError
 from swarm_engine.tracker.answers import Answer, ToolCall
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.formats import NAME, TOOLS
+from swarm_engine.tracker.marks import BREAKER
 from swarm_engine.tracker.markup import CHANNEL, END, MESSAGE, START
-from swarm_engine.tracker.messages import BREAKER, Message, Tool, canonical
+from swarm_engine.tracker.messages import Message, Tool, canonical
 from swarm_engine.tracker.tracker import Draft, EpisodeTracker
 from swarm_engine.types import FinishReason
 

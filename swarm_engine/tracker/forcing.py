@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
-from swarm_engine.tracker.formats import ANY, CallSyntax, Family, ReplyFormat
+from swarm_engine.tracker.formats import CallSyntax, Family, ReplyFormat
+from swarm_engine.tracker.marks import ANY
 
 TEXT = r"/(.|\n)*/"
 ID = "/[A-Za-z0-9]{9}/"

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from swarm_engine.errors import BadRequestError
+from swarm_engine.tracker.marks import ANY
 from swarm_engine.tracker.messages import NO_PARAMETERS, Message, Tool
 
 Render = Callable[[Sequence[Message], Sequence[Tool], bool], str]
@@ -33,8 +34,6 @@ TOOLS: tuple[Tool, ...] = tuple(
 )
 IDS = ("probe0001", "probe0002")
 OUR_IDS = re.compile(f"(call_)?({'|'.join(IDS)})")
-ANY = "\ufdd3"
-"""Stands for the id of a call in markup."""
 
 
 class Family(StrEnum):

@@ -73,11 +73,3 @@ def text_of(raw: str) -> str | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) and value else None
-
-
-def overlap(text: str, tag: str) -> int:
-    """How many characters at the end of a text may be the beginning of a tag."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0

@@ -6,12 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from swarm_engine.tracker.formats import ANY, LOOKS_LIKE_A_TAG, CallSyntax, Family, Reasoning, ReplyFormat
-
-MARK = "\ufdd2"
-"""Stands before a control token of the markup that was sampled as one; a noncharacter."""
-OURS = re.compile("[\ufdd0-\ufdd3]")
-"""Noncharacters that this package keeps for itself."""
+from swarm_engine.tracker.formats import LOOKS_LIKE_A_TAG, CallSyntax, Family, Reasoning, ReplyFormat
+from swarm_engine.tracker.marks import ANY, MARK
 
 CHANNEL_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 START, CHANNEL, MESSAGE, END = CHANNEL_TAGS[:4]

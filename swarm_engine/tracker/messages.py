@@ -15,14 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
+from swarm_engine.tracker.marks import BREAKER, SENTINEL
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
-
-BREAKER = "\ufdd0"
-"""Breaks text that spells a control token; a noncharacter, which Unicode keeps for a program's own use."""
-SENTINEL = "\ufdd1"
-"""Stands for an answer when the tracker asks a template where it puts it."""
 
 ROLES = {
     "system": "system",

@@ -19,10 +19,11 @@ from swarm_engine.tracker.answers import (
     TextDelta,
     ToolCall,
     ToolCallDelta,
-    join,
+    join_deltas,
     kind_of,
 )
-from swarm_engine.tracker.markup import OURS, Markup
+from swarm_engine.tracker.marks import OURS
+from swarm_engine.tracker.markup import Markup
 from swarm_engine.tracker.reply_parser import ReplyParser
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class ReplyReader:
         """What `take` gives, each delta with the number of tokens that begin before its end."""
         new, ends = self._parser.deltas[self._num_taken :], self._parser.ends[self._num_taken :]
         self._num_taken = len(self._parser.deltas)
-        joined = join(new)
+        joined = join_deltas(new)
         kinds = [*map(kind_of, new), None]
         lasts = [index for index in range(len(new)) if kinds[index] != kinds[index + 1]]
         return [(delta, self.num_before(ends[last])) for delta, last in zip(joined, lasts, strict=True)]
@@ -130,7 +131,7 @@ class ReplyReader:
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[ToolCall] = []
-        for delta in join(self._parser.deltas):
+        for delta in join_deltas(self._parser.deltas):
             match delta:
                 case TextDelta(text):
                     content.append(text)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Generator, Sequence
 
 from swarm_engine.tracker.answers import Delta, ReasoningDelta, TextDelta, ToolCallDelta, tool_call_id
 from swarm_engine.tracker.formats import CallSyntax, Family, Reasoning
-from swarm_engine.tracker.json_scan import JsonScan, members_of, overlap, text_of
-from swarm_engine.tracker.markup import CHANNEL_TAGS, MARK, Markup
+from swarm_engine.tracker.json_scan import JsonScan, members_of, text_of
+from swarm_engine.tracker.marks import MARK
+from swarm_engine.tracker.markup import CHANNEL_TAGS, Markup
 
 FIRST_KEY = re.compile(r'\s*\{\s*(?:"(?P<key>(?:[^"\\]|\\.)*)"\s*:|[^"\s])')
 CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
@@ -98,7 +99,7 @@ class ReplyParser:
             return min(found), min(found)
         if self._is_over:
             return None, len(text)
-        return None, len(text) - max((overlap(text, tag) for tag in tags), default=0)
+        return None, len(text) - max((_overlap(text, tag) for tag in tags), default=0)
 
     def _pour(self, say: Callable[[str], None], tags: Sequence[str]) -> Steps:
         """Hand everything before the first of the tags to `say`."""
@@ -294,7 +295,7 @@ class ReplyParser:
         while True:
             at, length = self._find(ends)
             if at is None and not self._is_over:
-                length = min(length, len(self._text) - overlap(self._text, soft_end))
+                length = min(length, len(self._text) - _overlap(self._text, soft_end))
             end = scan.feed(self._text, stop=length)
             used = length if end is None else end
             self._add_arguments(self._text[:used])
@@ -395,3 +396,11 @@ class ReplyParser:
             begin = self._place
             yield from self._wait(start)
             is_started = self._skip(start)
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many characters at the end of a text may be the beginning of a tag."""
+    for length in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0

@@ -16,7 +16,8 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from swarm_engine.errors import BadRequestError, TokenizerError
-from swarm_engine.tracker.messages import BREAKER, SENTINEL, Message, Tool
+from swarm_engine.tracker.marks import BREAKER, SENTINEL
+from swarm_engine.tracker.messages import Message, Tool
 
 
 class RawArguments(str):

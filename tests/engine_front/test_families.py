@@ -22,7 +22,8 @@ from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.conformance import check_conformance
 from swarm_engine.tracker.continuations import with_continuations
-from swarm_engine.tracker.messages import BREAKER, Message, parse_messages, parse_tools
+from swarm_engine.tracker.marks import BREAKER
+from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
 from swarm_engine.tracker.tracker import EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Author, FinishReason, Untrained
 

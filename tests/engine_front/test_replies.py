@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import ids
 
-from swarm_engine.tracker.answers import Answer, Delta, ReasoningDelta, TextDelta, ToolCallDelta, join
+from swarm_engine.tracker.answers import Answer, Delta, ReasoningDelta, TextDelta, ToolCallDelta, join_deltas
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.formats import Family
 from swarm_engine.tracker.messages import parse_messages, parse_tools
@@ -285,7 +285,7 @@ def test_arguments_stream_while_they_come_and_a_tag_that_may_follow_is_held_back
     for piece in ("Hi <", "b> <tool", '_call>{"name": "look", "arg', 'uments": {"q"', ": 1}", "}</tool_call>"):
         found.push(codec.encode_text(piece))
         taken.append(found.take())
-    assert [join(one) for one in taken[:2]] == [[TextDelta("Hi")], [TextDelta(" <b>")]]
+    assert [join_deltas(one) for one in taken[:2]] == [[TextDelta("Hi")], [TextDelta(" <b>")]]
     assert taken[2] == []
     call_id = found.answer.tool_calls[0].call_id
     assert taken[3:5] == [[ToolCallDelta(0, call_id, "look", '{"q"')], [ToolCallDelta(0, call_id, "", ": 1}")]]
