@@ -114,16 +114,23 @@ class Episode:
         return answer
 
     async def end(
-        self, *, reward: wire.Reward, outcome: Outcome = Outcome.SUCCESS, metrics: Mapping[str, float] | None = None
+        self,
+        *,
+        reward: wire.Reward,
+        outcome: Outcome = Outcome.SUCCESS,
+        metrics: Mapping[str, float] | None = None,
+        step_rewards: Mapping[str, float] | None = None,
     ) -> wire.EpisodeResult:
         """Give the episode its reward; returns once the server has it on disk.
 
+        Args:
+            step_rewards: of single calls, by call id, beside the reward of the whole; see docs/trainer.md.
         Raises:
             EpisodeLostError: the episode is gone.
             NotFiniteError: a reward or metric is NaN or infinite.
             SwarmRequestError: the reward makes no sense, or it has ended differently before.
         """
-        body = wire.end_body(reward, outcome, metrics)
+        body = wire.end_body(reward, outcome, metrics, step_rewards)
         answer = await self._client._control("POST", f"/episodes/{self.episode_id}/end", body)
         self.result = wire.EpisodeResult(
             task_id=self.task_id,

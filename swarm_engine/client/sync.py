@@ -68,10 +68,15 @@ class SyncEpisode:
         return answer
 
     def end(
-        self, *, reward: wire.Reward, outcome: Outcome = Outcome.SUCCESS, metrics: Mapping[str, float] | None = None
+        self,
+        *,
+        reward: wire.Reward,
+        outcome: Outcome = Outcome.SUCCESS,
+        metrics: Mapping[str, float] | None = None,
+        step_rewards: Mapping[str, float] | None = None,
     ) -> wire.EpisodeResult:
-        """Give the episode its reward; returns once the server has it on disk."""
-        body = wire.end_body(reward, outcome, metrics)
+        """Give the episode its reward; returns once the server has it on disk. See `Episode.end`."""
+        body = wire.end_body(reward, outcome, metrics, step_rewards)
         answer = self._client._control("POST", f"/episodes/{self.episode_id}/end", body)
         self.result = wire.EpisodeResult(
             task_id=self.task_id,

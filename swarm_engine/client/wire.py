@@ -256,7 +256,12 @@ def read_chat(answer: Mapping[str, Any]) -> ChatReply:
     )
 
 
-def end_body(reward: Reward, outcome: Outcome, metrics: Mapping[str, float] | None) -> dict[str, Any]:
+def end_body(
+    reward: Reward,
+    outcome: Outcome,
+    metrics: Mapping[str, float] | None,
+    step_rewards: Mapping[str, float] | None,
+) -> dict[str, Any]:
     """Body of an episode's end.
 
     Raises:
@@ -270,12 +275,17 @@ def end_body(reward: Reward, outcome: Outcome, metrics: Mapping[str, float] | No
     for name, value in (metrics or {}).items():
         if not math.isfinite(value):
             raise NotFiniteError(f"metric {name!r} is {value}; leave it out")
+    for call_id, value in (step_rewards or {}).items():
+        if not math.isfinite(value):
+            raise NotFiniteError(f"step reward of call {call_id!r} is {value}; leave it out")
     body: dict[str, Any] = {
         "reward": dict(reward) if isinstance(reward, Mapping) else reward,
         "outcome": Outcome(outcome),
     }
     if metrics:
         body["metrics"] = dict(metrics)
+    if step_rewards:
+        body["step_rewards"] = [{"call_id": call_id, "reward": value} for call_id, value in step_rewards.items()]
     return body
 
 

@@ -17,7 +17,6 @@ from swarm_engine.errors import (
     InvalidError,
     NotFoundError,
     SwarmEngineError,
-    UnsupportedError,
     WrongHostError,
 )
 from swarm_engine.server.auth import HostCheck, Role, Tokens
@@ -193,9 +192,10 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
     @app.post(CONTROL + "/episodes/{episode_id}/end", dependencies=[sampler])
     async def end(episode_id: str, body: End) -> JSONResponse:
         """End an episode; answers when it is on disk. The same end again is the same episode."""
-        if body.step_rewards:
-            raise UnsupportedError("step_rewards are not trained by algorithm grpo", "add them to reward")
-        rewards = await engine.roster.end(episode_id, body.reward, body.outcome, body.metrics)
+        step_rewards = {step.call_id: step.reward for step in body.step_rewards}
+        if len(step_rewards) < len(body.step_rewards):
+            raise InvalidError("step_rewards names a call twice", "give each call one reward", param="step_rewards")
+        rewards = await engine.roster.end(episode_id, body.reward, body.outcome, body.metrics, step_rewards)
         return JSONResponse({"episode_id": episode_id, "rewards": rewards, "outcome": body.outcome})
 
     @app.post(CONTROL + "/episodes/{episode_id}/abort", dependencies=[sampler])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarm_engine.config import SamplerBackend
 from swarm_engine.errors import BadRequestError, ContextLengthError, EpisodeLostError, NotFoundError, UnsupportedError
 from swarm_engine.protocol import Generate
 from swarm_engine.seeding import derive_seed
+from swarm_engine.server.journal import dumps
 from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Seat
 from swarm_engine.server.worker_link import Generation, WorkerLink
@@ -23,6 +24,28 @@ from swarm_engine.types import Episode, FinishReason, Mode, Outcome, SamplingPar
 
 Script = str | tuple[int, ...]
 """A reply to play instead of sampling one, as text or token ids; for the scripted backend only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How an episode ended, as its client said it."""
+
+    rewards: Mapping[str, float | None]
+    """By agent."""
+    outcome: Outcome
+    metrics: Mapping[str, float]
+    step_rewards: Mapping[str, float]
+    """By call."""
+
+    def as_text(self) -> str:
+        """Equal for equal ends."""
+        parts = {
+            "rewards": dict(sorted(self.rewards.items())),
+            "outcome": self.outcome,
+            "metrics": dict(sorted(self.metrics.items())),
+        }
+        steps = dict(sorted(self.step_rewards.items()))
+        return dumps({**parts, "step_rewards": steps} if steps else parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +166,7 @@ class LiveEpisode:
         for ask in self.asks.copy():
             ask.cancel()
 
-    def record(self, rewards: dict[str, float | None], outcome: Outcome, metrics: dict[str, float]) -> EpisodeRecord:
+    def record(self, ending: Ending) -> EpisodeRecord:
         """The episode so far, as the journal keeps it."""
         episode = Episode(
             episode_id=self.episode_id,
@@ -153,10 +176,11 @@ class LiveEpisode:
             mode=self.mode,
             policy_version=self.policy_version,
             calls=self.tracker.calls(),
-            rewards=rewards,
-            outcome=outcome,
-            metrics=metrics,
+            rewards=ending.rewards,
+            outcome=ending.outcome,
+            metrics=ending.metrics,
             tags=self.tags,
+            step_rewards=ending.step_rewards,
         )
         return EpisodeRecord(episode, self.tracker.notes())
 

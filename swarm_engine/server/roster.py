@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from swarm_engine.config import Algorithm
 from swarm_engine.errors import (
     ConflictError,
     EpisodeLostError,
@@ -23,10 +24,12 @@ from swarm_engine.errors import (
     JournalError,
     NotFoundError,
     SwarmEngineError,
+    UnsupportedError,
+    shown,
 )
 from swarm_engine.server.auth import KeyRing
-from swarm_engine.server.episodes import ClaimRequest, LiveEpisode, check_scripts
-from swarm_engine.server.journal import EpisodeRow, EventWrite, Journal, UnpoolWrite, Write, dumps
+from swarm_engine.server.episodes import ClaimRequest, Ending, LiveEpisode, check_scripts
+from swarm_engine.server.journal import EpisodeRow, EventWrite, Journal, UnpoolWrite, Write
 from swarm_engine.server.loaded import Loaded
 from swarm_engine.server.pool import Seat, is_judged
 from swarm_engine.tracker.tracker import EpisodeRecord, EpisodeTracker
@@ -369,22 +372,29 @@ class Roster:
     # Ends
 
     async def end(
-        self, episode_id: str, reward: Reward, outcome: Outcome, metrics: Mapping[str, float]
+        self,
+        episode_id: str,
+        reward: Reward,
+        outcome: Outcome,
+        metrics: Mapping[str, float],
+        step_rewards: Mapping[str, float],
     ) -> Mapping[str, float | None]:
         """Record an episode's reward; returns it by agent once it is on disk.
 
         Raises:
             ConflictError: the episode has ended otherwise.
-            InvalidError: an agent that spoke gets no reward, or one that the claim did not name gets one.
+            InvalidError: an agent that spoke gets no reward, or one that the claim did not name gets one, or a call
+                that the episode did not make does.
+            UnsupportedError: the algorithm reads no rewards of calls.
             EpisodeLostError, NotFoundError: see `find`.
             JournalError: it can't be written.
         """
         episode = self._live.get(episode_id)
         if episode is None:
             row = await self.ended_row(episode_id)
-            rewards = _by_agent(reward, tuple(row.rewards))
-            _check_same_end(episode_id, row.request, _normalised(rewards, outcome, metrics))
-            return rewards
+            ending = Ending(_by_agent(reward, tuple(row.rewards)), outcome, metrics, step_rewards)
+            _check_same_end(episode_id, row.request, ending.as_text())
+            return ending.rewards
         rewards = _by_agent(reward, episode.agents or episode.tracker.agents or (DEFAULT_AGENT,))
         if silent := [agent for agent in episode.tracker.agents if agent not in rewards]:
             raise InvalidError(
@@ -398,28 +408,38 @@ class Roster:
                 f"its claim named {', '.join(episode.agents)}",
                 param="reward",
             )
-        request = _normalised(rewards, outcome, metrics)
+        ending = Ending(rewards, outcome, metrics, step_rewards)
         if episode.ending is not None:
-            _check_same_end(episode_id, episode.ending, request)
+            _check_same_end(episode_id, episode.ending, ending.as_text())
         else:
-            self._begin_end(episode, rewards, outcome, dict(metrics), request)
+            self._check_step_rewards(episode, step_rewards)
+            self._begin_end(episode, ending)
         assert episode.ended is not None
         await asyncio.shield(episode.ended)
         return rewards
 
-    def _begin_end(
-        self,
-        episode: LiveEpisode,
-        rewards: dict[str, float | None],
-        outcome: Outcome,
-        metrics: dict[str, float],
-        request: str,
-    ) -> None:
+    def _check_step_rewards(self, episode: LiveEpisode, step_rewards: Mapping[str, float]) -> None:
+        assert self._loaded is not None
+        algorithm = self._loaded.config.trainer.algorithm
+        if step_rewards and algorithm is Algorithm.SFT:
+            raise UnsupportedError(
+                f"algorithm {algorithm} reads no step_rewards", "leave them out", param="step_rewards"
+            )
+        made = {call.call_id for call in episode.tracker.calls()}
+        if unknown := [call_id for call_id in step_rewards if call_id not in made]:
+            raise InvalidError(
+                f"step_rewards names {shown(unknown[0])}, which is no answered call of this episode",
+                "its calls' ids came with their replies, as x-call-id",
+                param="step_rewards",
+            )
+
+    def _begin_end(self, episode: LiveEpisode, ending: Ending) -> None:
         """Send an end to the journal. What follows from it must not depend on its caller still being there."""
         assert self._loaded is not None
         episode.close_calls()
-        recorded = episode.record(rewards, outcome, metrics)
-        drop = _drop_reason(rewards, outcome)
+        recorded = episode.record(ending)
+        drop = _drop_reason(ending.rewards, ending.outcome)
+        request = ending.as_text()
         is_pooled = episode.mode is Mode.TRAIN and drop is None
         writes: list[Write] = [_row(episode, recorded, request, is_pooled), _ended_event(episode, recorded)]
         if drop is not None:
@@ -537,7 +557,7 @@ class Roster:
         """
         episode = self._live.get(episode_id)
         if episode is not None:
-            return episode.record({}, Outcome.SUCCESS, {})
+            return episode.record(Ending({}, Outcome.SUCCESS, {}, {}))
         row = await self.ended_row(episode_id)
         return episode_records.validate_json(row.record)
 
@@ -587,12 +607,6 @@ def _drop_reason(rewards: Mapping[str, float | None], outcome: Outcome) -> str |
     if outcome is Outcome.ENV_ERROR:
         return "env_error"
     return None if is_judged(rewards) else "null_reward"
-
-
-def _normalised(rewards: Mapping[str, float | None], outcome: Outcome, metrics: Mapping[str, float]) -> str:
-    """An `end` as text, equal for equal ends."""
-    parts = {"rewards": dict(sorted(rewards.items())), "outcome": outcome, "metrics": dict(sorted(metrics.items()))}
-    return dumps(parts)
 
 
 def _check_same_end(episode_id: str, before: str, now: str) -> None:

@@ -6,9 +6,11 @@ import asyncio
 import http.client
 import json
 import socket
+import sqlite3
 import stat
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from swarm_engine.client import (
     ClaimTimeoutError,
     EpisodeLostError,
     EpisodeNotEndedError,
+    NotFiniteError,
     SwarmClient,
     SwarmRequestError,
     SwarmUnavailableError,
@@ -33,6 +36,7 @@ from swarm_engine.config import EngineConfig
 from swarm_engine.server import roster
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import ClaimRequest, LiveEpisode
+from swarm_engine.server.roster import episode_records
 from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
 
 EVAL = Mode.EVAL
@@ -198,7 +202,7 @@ def test_an_end_whose_caller_goes_away_meanwhile_still_counts(tmp_path: Path) ->
         engine.start(EngineConfig.model_validate(SMALL))
         claimed = await engine.roster.claim(ClaimRequest("me", "a"), 60.0)
         assert isinstance(claimed, LiveEpisode)
-        end = asyncio.create_task(engine.roster.end(claimed.episode_id, 1.0, Outcome.SUCCESS, {}))
+        end = asyncio.create_task(engine.roster.end(claimed.episode_id, 1.0, Outcome.SUCCESS, {}, {}))
         await asyncio.sleep(0)
         end.cancel()
         assert claimed.ended is not None
@@ -288,15 +292,29 @@ def test_a_reward_for_an_agent_that_the_claim_did_not_name_is_refused(engine: Se
     assert ask(engine, "POST", f"{path}/end", end).status_code == 200
 
 
-def test_step_rewards_are_refused_and_not_ignored(engine: Served) -> None:
+def test_rewards_of_calls_are_kept_with_the_episode_and_part_of_its_end(engine: Served) -> None:
     with engine.client() as client:
         episode = client.episode("steps", mode=EVAL)
-        body = {"reward": 1.0, "outcome": "success", "step_rewards": [{"call_id": "x", "reward": 1.0}]}
-        assert error_of(ask(engine, "POST", f"/episodes/{episode.episode_id}/end", body)) == (
-            400,
-            "unsupported_parameter",
-        )
-        episode.abort()
+        calls = [episode.chat([{"role": "user", "content": "hi"}]).call_id for _ in range(2)]
+        path = f"/episodes/{episode.episode_id}/end"
+        end: dict[str, Any] = {"reward": 1.0, "outcome": "success"}
+        for steps, message in (
+            ([("x", 1.0)], "step_rewards names 'x', which is no answered call of this episode"),
+            ([(calls[0], 1.0), (calls[0], 0.0)], "step_rewards names a call twice"),
+        ):
+            answer = ask(engine, "POST", path, {**end, "step_rewards": [{"call_id": c, "reward": r} for c, r in steps]})
+            assert (answer.status_code, answer.json()["error"]["message"]) == (422, message)
+        episode.end(reward=1.0, step_rewards={calls[1]: 0.5, calls[0]: -1.0})
+        again = [{"call_id": calls[0], "reward": -1.0}, {"call_id": calls[1], "reward": 0.5}]
+        assert ask(engine, "POST", path, {**end, "step_rewards": again}).status_code == 200
+        assert ask(engine, "POST", path, end).status_code == 409
+        with pytest.raises(NotFiniteError, match="step reward"):
+            client.episode("other", mode=EVAL).end(reward=1.0, step_rewards={"x": float("nan")})
+    with sqlite3.connect(engine.run_dir / "journal.db") as journal:
+        (row,) = journal.execute("SELECT record FROM episodes WHERE episode_id = ?", (episode.episode_id,))
+    journal.close()
+    record = episode_records.validate_json(zlib.decompress(row[0]))
+    assert record.episode.step_rewards == {calls[0]: -1.0, calls[1]: 0.5}
 
 
 def test_an_unknown_episode_is_not_found_and_one_that_was_given_up_is_gone(engine: Served) -> None:
