@@ -226,7 +226,7 @@ class TrainerConfig(Frozen):
     ignore_tools: bool | None = None
     """Whether calls that were offered other tools continue each other; only merging by text reads it, None is no."""
     microbatch_tokens: int = Field(2048, ge=1)
-    """Tokens, padding included, computed at once; bounds memory, never changes the gradient."""
+    """Tokens, padding included, whose activations are held at once; never changes the gradient."""
     checkpoint_every: int = Field(10, ge=1)
     """Updates between checkpoints."""
 
