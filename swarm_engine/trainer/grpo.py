@@ -25,6 +25,7 @@ from swarm_engine.protocol import Updated
 from swarm_engine.trainer.adamw import AdamW, AdamWConfig
 from swarm_engine.trainer.loss import kl_penalty, policy_loss
 from swarm_engine.trainer.samples import Drop, Sample, count_drops, make_samples, token_weight
+from swarm_engine.trainer.schedule import learning_rate
 from swarm_engine.trainer.scoring import Row, Scores
 from swarm_engine.trainer.units import Unit, plan_units
 from swarm_engine.types import BatchRecord, Episode, FinishReason, Timeline, Untrained
@@ -81,18 +82,20 @@ class GrpoTrainer:
         samples = make_samples(episodes, self.config.merge, normalize_by_std=self.config.normalize_by_std)
         rows = self.rows(samples)
         metrics = batch_metrics(samples, episodes, self.config.merge)
+        rate = learning_rate(self.config, record.step)
         has_advantage = any(sample.advantage for sample in samples)
         if has_advantage:
             sums = self.accumulate_gradient(rows)
             gradient_norm = self.optimizer.clip_gradient(self.config.max_grad_norm)
             if math.isfinite(gradient_norm):
-                self.optimizer.step()
+                self.optimizer.step(rate)
             self.optimizer.zero_grad()
         else:
             sums, gradient_norm = Sums(), None
         metrics |= {
             "loss": sums.loss if has_advantage else None,
             "grad_norm": gradient_norm,
+            "learning_rate": rate,
             "entropy": mean(sums.entropy, sums.num_scored),
             "kl_sampling": mean(sums.kl_sampling, sums.num_scored),
             "kl_reference": mean(sums.kl_reference, sums.num_scored) if self.reference else None,
