@@ -236,9 +236,18 @@ class AsyncSwarmClient:
         """Write a checkpoint now; returns its folder on the server."""
         return str((await self._control("POST", "/checkpoints"))["path"])
 
-    async def export(self, policy: str, name: str) -> str:
-        """Write a policy in the Hugging Face layout; returns its folder on the server."""
-        return str((await self._control("POST", "/export", {"policy": policy, "name": name}))["path"])
+    async def checkpoints(self) -> list[wire.Checkpoint]:
+        """The checkpoints on the server's disk, oldest first."""
+        return wire.read_checkpoints(await self._control("GET", "/checkpoints"))
+
+    async def export(self, policy: str, name: str, *, step: int | None = None, best: bool = False) -> str:
+        """Write a policy in the Hugging Face layout; returns its folder on the server.
+
+        Args:
+            step: of the checkpoint to write; None writes the weights as they are.
+            best: write the best checkpoint.
+        """
+        return str((await self._control("POST", "/export", wire.export_body(policy, name, step, best)))["path"])
 
     async def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
         """An episode's contexts, token by token."""

@@ -178,9 +178,18 @@ class SwarmClient:
         """Write a checkpoint now; returns its folder on the server."""
         return str(self._control("POST", "/checkpoints")["path"])
 
-    def export(self, policy: str, name: str) -> str:
-        """Write a policy in the Hugging Face layout; returns its folder on the server."""
-        return str(self._control("POST", "/export", {"policy": policy, "name": name})["path"])
+    def checkpoints(self) -> list[wire.Checkpoint]:
+        """The checkpoints on the server's disk, oldest first."""
+        return wire.read_checkpoints(self._control("GET", "/checkpoints"))
+
+    def export(self, policy: str, name: str, *, step: int | None = None, best: bool = False) -> str:
+        """Write a policy in the Hugging Face layout; returns its folder on the server.
+
+        Args:
+            step: of the checkpoint to write; None writes the weights as they are.
+            best: write the best checkpoint.
+        """
+        return str(self._control("POST", "/export", wire.export_body(policy, name, step, best))["path"])
 
     def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
         """An episode's contexts, token by token."""

@@ -182,7 +182,7 @@ def test_batches_come_in_order_and_never_to_a_frozen_policy(tiny_dir: Path, tmp_
 def test_a_checkpoint_that_cannot_be_written_is_an_answer_and_not_an_end(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     engine = boot(tiny_dir, tmp_path)
-    saved = engine.save()
+    saved = engine.save(Save())
     assert (saved.step, saved.path) == (0, None)
     assert "older checkpoints stand" in (saved.error or "")
     engine.update(update(1))
