@@ -178,6 +178,11 @@ class SwarmClient:
         """Write a checkpoint now; returns its folder on the server."""
         return str(self._control("POST", "/checkpoints")["path"])
 
+    def completed(self) -> dict[str, int]:
+        """Completed train episodes by task, of every client and every start of the server's run folder."""
+        found: dict[str, int] = self._control("GET", "/tasks")["completed"]
+        return found
+
     def checkpoints(self) -> list[wire.Checkpoint]:
         """The checkpoints on the server's disk, oldest first."""
         return wire.read_checkpoints(self._control("GET", "/checkpoints"))
@@ -289,6 +294,7 @@ class SwarmClient:
         tags: Mapping[str, str] | None = None,
         on_episode: OnEpisode | None = None,
         is_partial: bool = False,
+        resume: bool = False,
     ) -> list[wire.EpisodeResult]:
         """Play every task `group_size` times, up to `concurrency` episodes side by side, each in a thread.
 
@@ -297,6 +303,7 @@ class SwarmClient:
         """
         if mode is Mode.TRAIN and not is_partial:
             wire.check_group_size(self.status(), group_size)
+        completed = self.completed() if resume else {}
         results: dict[int, wire.EpisodeResult] = {}
         free = threading.Semaphore(concurrency)
 
@@ -322,7 +329,7 @@ class SwarmClient:
 
         playing: list[Future[None]] = []
         with ThreadPoolExecutor(concurrency, thread_name_prefix="rollout") as pool:
-            for number, task in wire.places(tasks, group_size):
+            for number, task in wire.places(tasks, group_size, completed):
                 free.acquire()
                 if any(one.done() and one.exception() is not None for one in playing):
                     free.release()

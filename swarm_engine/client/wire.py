@@ -398,6 +398,16 @@ def check_group_size(status: Status, group_size: int) -> None:
         )
 
 
-def places(tasks: Sequence[Task], group_size: int) -> Iterator[tuple[int, Task]]:
-    """Every episode of a data set in the order of its claims, numbered."""
-    yield from enumerate(task for task in tasks for _ in range(group_size))
+def places(
+    tasks: Sequence[Task], group_size: int, completed: Mapping[str, int] | None = None
+) -> Iterator[tuple[int, Task]]:
+    """Every episode of a data set in the order of its claims, numbered; without those that are completed already.
+
+    A task that the data set names more than once takes what is completed of it first come, first served.
+    """
+    left = dict(completed or {})
+    for number, task in enumerate(task for task in tasks for _ in range(group_size)):
+        if left.get(task.task_id, 0) > 0:
+            left[task.task_id] -= 1
+        else:
+            yield number, task

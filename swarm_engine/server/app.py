@@ -219,6 +219,11 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
             raise InvalidError(f"merge is {merge!r}", f"it must be one of {', '.join(Merge)}")
         return JSONResponse({"timelines": await engine.timelines(episode_id, Merge(merge))})
 
+    @app.get(f"{CONTROL}/tasks", dependencies=[observer])
+    async def tasks() -> JSONResponse:
+        """How many train episodes of each task are completed: trained, or waiting for their batch."""
+        return JSONResponse({"completed": await engine.completed_by_task()})
+
     @app.get(f"{CONTROL}/checkpoints", dependencies=[observer])
     async def checkpoints() -> JSONResponse:
         """Checkpoints on disk, oldest first, with the rewards that their weights earned; null where none is known."""

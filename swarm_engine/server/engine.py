@@ -98,6 +98,8 @@ class Engine:
         """The last stop; one that runs is shared by everybody who asks for a stop meanwhile."""
         self._update_started: float | None = None
         self._last_step_at = 0.0
+        self._kept_counts: tuple[tuple[int, int, int], PoolCounts] | None = None
+        """What the journal holds while nothing is loaded, and what it was looked up for."""
         self._checkpoint_dir = run_dir / "checkpoints"
         self._saved_step = 0
         """Of the newest checkpoint."""
@@ -518,6 +520,10 @@ class Engine:
             self._shown_codec = await asyncio.to_thread(ChatCodec.load, folder, policy.end_ids, self.created)
         return await asyncio.to_thread(_show_timelines, record, self._shown_codec, how)
 
+    async def completed_by_task(self) -> dict[str, int]:
+        """Completed train episodes by task, from which a client that was killed sees where to go on."""
+        return await asyncio.to_thread(self.journal.completed_by_task)
+
     def status(self) -> dict[str, Any]:
         """What `GET /status` answers."""
         loaded, config = self._loaded, self._config
@@ -554,10 +560,13 @@ class Engine:
         }
 
     def _kept(self, trainer: TrainerConfig) -> PoolCounts:
-        """What the journal holds for the next start."""
-        pool = Pool(trainer.group_size, trainer.tasks_per_update)
-        pool.restore(self.journal.kept(), {}, 0, {})
-        return pool.counts()
+        """What the journal holds for the next start; looked up again only after an event, for none changes without."""
+        now = self.journal.last_seq, trainer.group_size, trainer.tasks_per_update
+        if self._kept_counts is None or self._kept_counts[0] != now:
+            pool = Pool(trainer.group_size, trainer.tasks_per_update)
+            pool.restore(self.journal.kept(), {}, 0, {})
+            self._kept_counts = now, pool.counts()
+        return self._kept_counts[1]
 
     def _unavailable(self) -> EngineUnavailableError:
         if self._closing.is_set():

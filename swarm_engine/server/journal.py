@@ -452,6 +452,11 @@ class Journal:
         )
         return {int(step) for (step,) in rows}
 
+    def completed_by_task(self) -> dict[str, int]:
+        """Completed train episodes, by task, that a batch has taken or will take; for a thread."""
+        sql = "SELECT task_id, count(*) FROM episodes WHERE mode = 'train' AND is_pooled = 1 GROUP BY task_id"
+        return dict(self._read(sql))
+
     def rewards_by_version(self, by: BestBy) -> dict[int, float]:
         """Mean reward, over episodes and agents, that each version of the weights earned; for a thread."""
         match by:
