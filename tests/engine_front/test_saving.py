@@ -17,7 +17,15 @@ from tiny_model import build_tiny_model
 from typer.testing import CliRunner
 
 from swarm_engine.cli import app
-from swarm_engine.client import EpisodeLostError, SwarmClient, SwarmError, SwarmRequestError, SyncEpisode, Task
+from swarm_engine.client import (
+    EpisodeLostError,
+    SwarmClient,
+    SwarmError,
+    SwarmRequestError,
+    SwarmUnavailableError,
+    SyncEpisode,
+    Task,
+)
 from swarm_engine.folders import find_checkpoints
 from swarm_engine.server.checkpoints import best_step
 from swarm_engine.server.worker_link import WORKER_COMMAND
@@ -138,6 +146,32 @@ def assert_loads(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(HI, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nYour move?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_damaged_checkpoint_is_trained_again_from_the_one_before_to_the_same_bits(tmp_path: Path) -> None:
+    run_dir = prepared(tmp_path / "run")
+    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+        client.start({**CONFIG, "trainer": {**TRAINER, "keep_last": 2}}, wait=True)
+        train(client, 1.0, 2.0, 3.0)
+        client.stop()
+        newest = find_checkpoints(run_dir / "checkpoints")[-1].path
+        before = read(newest)
+        flipped = bytearray(before)
+        flipped[len(flipped) // 2] ^= 1
+        (newest / "model.safetensors").write_bytes(flipped)
+        assert client.start(wait=True).saved_step == 2
+        assert (
+            "step-000003 is not whole: model.safetensors is not what was written"
+            in (run_dir / "worker.log").read_text()
+        )
+        assert client.status().step == 3
+        client.checkpoint()
+        assert read(newest) == before
+        client.stop()
+        model = run_dir / "models" / "tiny" / "config.json"
+        model.write_text(model.read_text().replace("1e-06", "1e-05"))
+        with pytest.raises(SwarmUnavailableError, match=r"of another model than .* rms_norm_eps is 1e-06 in its"):
+            client.start(wait=True)
 
 
 # Full disks
