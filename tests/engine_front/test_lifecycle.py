@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -285,7 +286,9 @@ def test_a_program_that_was_killed_goes_on_with_its_tasks_where_it_was(tmp_path:
         played.append(task.task_id)
 
     served = serve_process(run_dir, "--start", "--config", str(config_file(tmp_path)), worker=fake_worker(run_dir))
-    with served.client() as client:
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(served.stop)
+        client = cleanup.enter_context(served.client())
         wait_for_state(client, EngineState.ROLLING)
         with pytest.raises(SwarmUnavailableError):
             client.run(tasks, rollout, group_size=2, concurrency=1, resume=True)
