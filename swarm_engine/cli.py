@@ -198,16 +198,30 @@ def stop(run_dir: RunDir = None, url: Url = None, token_file: TokenFile = None, 
 
 
 @app.command()
+def checkpoints(run_dir: RunDir = None, url: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
+    """List the checkpoints with what their weights earned; the best one is never removed."""
+    found = ask(lambda client: client.checkpoints(), run_dir, url, token_file, as_json)
+    if as_json:
+        print(json.dumps({"event": "result", "checkpoints": [as_plain(one) for one in found]}))
+        return
+    from swarm_engine.watch import checkpoint_lines
+
+    print("\n".join(checkpoint_lines(found)))
+
+
+@app.command()
 def export(
     name: Annotated[str, typer.Argument(help="Folder to make under the run folder's exports/.")],
     policy: Annotated[str, typer.Option(help="Policy to write.")] = "policy",
+    step: Annotated[int | None, typer.Option(min=0, help="Write the checkpoint of this step.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Write the best checkpoint.")] = False,
     run_dir: RunDir = None,
     url: Url = None,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Write a policy in the Hugging Face layout."""
-    path = ask(lambda client: client.export(policy, name), run_dir, url, token_file, as_json)
+    """Write a policy in the Hugging Face layout: as it is now, or one of its checkpoints."""
+    path = ask(lambda client: client.export(policy, name, step=step, best=best), run_dir, url, token_file, as_json)
     print(json.dumps({"event": "result", "path": path}) if as_json else path)
 
 

@@ -70,6 +70,25 @@ class Merge(StrEnum):
     """Over the whole batch, what contexts share is computed once."""
 
 
+class Schedule(StrEnum):
+    """How the learning rate goes on after its warmup."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    """Down to zero in a line, at `total_updates`."""
+    COSINE = "cosine"
+    """Down to zero on half a cosine, at `total_updates`."""
+
+
+class BestBy(StrEnum):
+    """What makes a checkpoint the best: the highest mean reward that its own weights earned."""
+
+    REWARD = "reward"
+    """In training: that of the batch they sampled, so it is known with the next update."""
+    EVALUATION = "evaluation"
+    """In all eval episodes that were claimed while they were served."""
+
+
 class Aggregation(StrEnum):
     """How token losses become one number."""
 
@@ -229,6 +248,17 @@ class TrainerConfig(Frozen):
     """Tokens, padding included, whose activations are held at once; never changes the gradient."""
     checkpoint_every: int = Field(10, ge=1)
     """Updates between checkpoints."""
+    keep_last: int = Field(3, ge=1)
+    """Newest checkpoints that are kept; the best is kept beside them."""
+    best_by: BestBy = BestBy.REWARD
+    checkpoint_required: bool = False
+    """Whether a checkpoint that can't be written fails the engine. Without one training goes on, and the status says
+    so: nothing is lost, but the next start has more to train again."""
+    warmup_updates: int = Field(0, ge=0)
+    """Updates over which the learning rate rises in a line; the first after them has all of it."""
+    lr_schedule: Schedule = Schedule.CONSTANT
+    total_updates: int = Field(1000, ge=1)
+    """The last update of a schedule that falls; the learning rate is zero after it. `constant` does not read it."""
 
     @property
     def knobs(self) -> Knobs:

@@ -187,7 +187,7 @@ class ModelError(SwarmEngineError):
 
 
 class CheckpointError(SwarmEngineError):
-    """A checkpoint could not be written; those before it stand."""
+    """A checkpoint or an export could not be written, and what was there stands; or one can't be used."""
 
     status = 507
     code = "checkpoint"

@@ -30,6 +30,8 @@ class Boot:
     """An `EngineConfig` as JSON."""
     model_root: str
     checkpoint_dir: str
+    run_id: str = ""
+    """Of the run folder; checkpoints of another run are refused."""
     type: Literal["boot"] = "boot"
 
 
@@ -143,6 +145,8 @@ class Updated:
 class Save:
     """Write a checkpoint of the weights as they are now. Answered by `Saved`."""
 
+    protected_steps: tuple[int, ...] = ()
+    """Older checkpoints that stay, beside the newest ones."""
     type: Literal["save"] = "save"
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from swarm_engine.client.errors import SwarmUnavailableError
-from swarm_engine.client.wire import Event, Status
+from swarm_engine.client.wire import Checkpoint, Event, Status
 from swarm_engine.types import EngineState, Untrained
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ def status_lines(status: Status) -> list[str]:
         lines.append(f"policy    {name} at version {policy.version}" + ("" if policy.trainable else ", frozen"))
     if status.update:
         lines.append(f"update    step {status.update['step']}, {status.update['seconds']:.1f} s so far")
+    if status.save_error:
+        lines.append(f"saved     NOT SAVED since {_step(status.saved_step)}: {status.save_error}")
+    elif status.saved_step is not None:
+        lines.append(f"saved     {_step(status.saved_step)}")
     targets = pool.targets
     lines.append(
         f"batch     {pool.episodes}/{targets['episodes']} episodes, {pool.tasks}/{targets['tasks']} tasks complete, "
@@ -47,6 +51,20 @@ def status_lines(status: Status) -> list[str]:
     )
     lines.append(f"running   {status.running} episodes of {len(status.clients)} clients")
     return lines
+
+
+def _step(step: int | None) -> str:
+    return "the start" if step is None else f"step {step}"
+
+
+def checkpoint_lines(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """One checkpoint a line."""
+    lines = []
+    for one in checkpoints:
+        reward, evaluation = ("-" if value is None else f"{value:.4g}" for value in (one.reward, one.evaluation))
+        best = "  best" if one.is_best else ""
+        lines.append(f"step {one.step}: reward {reward}, evaluation {evaluation}, {one.path}{best}")
+    return lines or ["there is no checkpoint yet"]
 
 
 def timeline_lines(timelines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -99,11 +117,14 @@ def print_events(client: SwarmClient, after: int) -> None:
 
 
 def print_lines(client: SwarmClient, after: int) -> None:
-    """Print state changes and updates in words, one a line, for ever."""
+    """Print state changes, updates and checkpoints in words, one a line, for ever."""
     for event in client.events(after):
         match event.kind:
             case "state":
                 print(f"{event.payload['to']}: {event.payload['cause']}", flush=True)
+            case "checkpoint":
+                how = "not saved: " + event.payload["error"] if event.payload["error"] else "saved"
+                print(f"checkpoint of step {event.payload['step']}: {how}", flush=True)
             case "step":
                 metrics = event.payload["metrics"]
                 values = ((name, metrics.get(name)) for name in METRICS)

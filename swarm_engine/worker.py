@@ -13,7 +13,6 @@ import argparse
 import logging
 import os
 import queue
-import shutil
 import socket
 import sys
 import threading
@@ -28,6 +27,7 @@ from safetensors import SafetensorError
 
 from swarm_engine.config import EngineConfig, SamplerBackend
 from swarm_engine.errors import CheckpointError, SwarmEngineError, WorkerError
+from swarm_engine.folders import whole_folder
 from swarm_engine.models import resolve
 from swarm_engine.models.decoder import num_parameters
 from swarm_engine.models.loading import LoadedPolicy, load_policy, save_policy
@@ -56,7 +56,7 @@ from swarm_engine.sampler import Sampler
 from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.seeding import derive_seed
-from swarm_engine.trainer.checkpoints import load_checkpoint, newest_checkpoint, save_checkpoint
+from swarm_engine.trainer.checkpoints import CheckpointFolder, load_checkpoint
 from swarm_engine.trainer.scoring import Row, score
 from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import SamplingParams
@@ -85,7 +85,7 @@ class Engine:
     policy: LoadedPolicy
     trainer: Trainer
     sampler: Sampler
-    checkpoint_dir: Path
+    checkpoints: CheckpointFolder
     is_trainable: bool
 
     @staticmethod
@@ -93,7 +93,8 @@ class Engine:
         """Load the policy, from the newest whole checkpoint where there is one.
 
         Raises:
-            ModelError: the model can't be found or run.
+            ModelError: the model can't be found or run, or the checkpoint is of another one.
+            CheckpointError: there are checkpoints of another run.
             WorkerError: sampler and trainer disagree about it.
             ValidationError: the config is not one.
         """
@@ -104,7 +105,9 @@ class Engine:
         if config.num_threads is None and num_parameters(policy.model) > ONE_THREAD_PARAMETERS:
             torch.set_num_threads(_num_cores())
         trainer = Trainer(policy.model, config.trainer)
-        checkpoint = newest_checkpoint(Path(boot.checkpoint_dir))
+        checkpoints = CheckpointFolder(Path(boot.checkpoint_dir), boot.run_id, config.trainer.keep_last)
+        checkpoints.tidy()
+        checkpoint = checkpoints.newest()
         if checkpoint is not None:
             load_checkpoint(checkpoint, policy, trainer.optimizer)
             trainer.step = checkpoint.step
@@ -119,7 +122,7 @@ class Engine:
             grammars=Grammars(policy.tokenizer_dir, policy.model.config.vocab_size, policy.end_ids),
         )
         check_agreement(policy, config.lockstep)
-        return Engine(name, policy, trainer, sampler, Path(boot.checkpoint_dir), policy_config.trainable)
+        return Engine(name, policy, trainer, sampler, checkpoints, policy_config.trainable)
 
     @property
     def step(self) -> int:
@@ -155,10 +158,10 @@ class Engine:
         updated = self.trainer.update(update.record, update.episodes)
         return [*self.sampler.weights_changed(self.step), updated]
 
-    def save(self) -> Saved:
+    def save(self, save: Save) -> Saved:
         """Write a checkpoint."""
         try:
-            checkpoint = save_checkpoint(self.checkpoint_dir, self.step, self.policy, self.trainer.optimizer)
+            checkpoint = self.checkpoints.save(self.step, self.policy, self.trainer.optimizer, save.protected_steps)
         except CheckpointError as error:
             log.warning("%s", error)
             return Saved(self.step, None, str(error))
@@ -167,7 +170,6 @@ class Engine:
     def export(self, export: Export) -> Saved:
         """Write the policy where transformers can load it; never over something else."""
         target = Path(export.path)
-        aside = target.with_name(f".{target.name}.partial")
         if export.policy != self.name:
             return Saved(
                 self.step, None, f"there is no policy {export.policy!r} here; this worker serves {self.name!r}"
@@ -175,12 +177,9 @@ class Engine:
         if target.exists():
             return Saved(self.step, None, f"{target} is there already; name another folder")
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            save_policy(self.policy, aside)
-            aside.rename(target)
+            with whole_folder(target) as folder:
+                save_policy(self.policy, folder)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
             return Saved(self.step, None, f"policy {self.name!r} could not be written to {target}: {error}")
         return Saved(self.step, str(target))
 
@@ -250,7 +249,7 @@ def _answer(engine: Engine, question: Boot | Generate | Cancel | Update | Save |
         case Update():
             return engine.update(question)
         case Save():
-            return [engine.save()]
+            return [engine.save(question)]
         case Export():
             return [engine.export(question)]
         case Boot():

@@ -20,11 +20,22 @@ from swarm_engine.client.errors import (
     TokenFileError,
 )
 from swarm_engine.client.sync import SwarmClient, SyncEpisode
-from swarm_engine.client.wire import ChatReply, EpisodeResult, Event, PolicyStatus, PoolStatus, Status, Task, read_token
+from swarm_engine.client.wire import (
+    ChatReply,
+    Checkpoint,
+    EpisodeResult,
+    Event,
+    PolicyStatus,
+    PoolStatus,
+    Status,
+    Task,
+    read_token,
+)
 
 __all__ = [
     "AsyncSwarmClient",
     "ChatReply",
+    "Checkpoint",
     "ClaimTimeoutError",
     "ContextLengthError",
     "Episode",

@@ -244,9 +244,23 @@ class AsyncSwarmClient:
         """Write a checkpoint now; returns its folder on the server."""
         return str((await self._control("POST", "/checkpoints"))["path"])
 
-    async def export(self, policy: str, name: str) -> str:
-        """Write a policy in the Hugging Face layout; returns its folder on the server."""
-        return str((await self._control("POST", "/export", {"policy": policy, "name": name}))["path"])
+    async def completed(self) -> dict[str, int]:
+        """Completed train episodes by task, of every client and every start of the server's run folder."""
+        found: dict[str, int] = (await self._control("GET", "/tasks"))["completed"]
+        return found
+
+    async def checkpoints(self) -> list[wire.Checkpoint]:
+        """The checkpoints on the server's disk, oldest first."""
+        return wire.read_checkpoints(await self._control("GET", "/checkpoints"))
+
+    async def export(self, policy: str, name: str, *, step: int | None = None, best: bool = False) -> str:
+        """Write a policy in the Hugging Face layout; returns its folder on the server.
+
+        Args:
+            step: of the checkpoint to write; None writes the weights as they are.
+            best: write the best checkpoint.
+        """
+        return str((await self._control("POST", "/export", wire.export_body(policy, name, step, best)))["path"])
 
     async def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
         """An episode's contexts, token by token."""
@@ -369,6 +383,7 @@ class AsyncSwarmClient:
         tags: Mapping[str, str] | None = None,
         on_episode: OnEpisode | None = None,
         is_partial: bool = False,
+        resume: bool = False,
     ) -> list[wire.EpisodeResult]:
         """Play every task `group_size` times, up to `concurrency` episodes side by side.
 
@@ -378,15 +393,18 @@ class AsyncSwarmClient:
         Args:
             is_partial: in training, the episodes fill up groups that others have begun or will fill, so `group_size`
                 need not be the server's.
+            resume: in training, leave out the episodes that are completed on the server already: a program that was
+                killed goes on with the same tasks where it was.
 
         Returns:
-            One result an episode, in the order of tasks and places.
+            One result an episode that was played, in the order of tasks and places.
 
         Raises:
             GroupSizeError: in training, the server's groups have another size, so the run would fill none.
         """
         if mode is Mode.TRAIN and not is_partial:
             wire.check_group_size(await self.status(), group_size)
+        completed = await self.completed() if resume else {}
         results: dict[int, wire.EpisodeResult] = {}
         claimed: dict[int, Episode] = {}
         free = asyncio.Semaphore(concurrency)
@@ -414,7 +432,7 @@ class AsyncSwarmClient:
 
         try:
             async with asyncio.TaskGroup() as group:
-                for number, task in wire.places(tasks, group_size):
+                for number, task in wire.places(tasks, group_size, completed):
                     await free.acquire()
                     claimed[number] = await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
                     group.create_task(play(number, task, claimed[number]))

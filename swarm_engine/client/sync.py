@@ -183,9 +183,23 @@ class SwarmClient:
         """Write a checkpoint now; returns its folder on the server."""
         return str(self._control("POST", "/checkpoints")["path"])
 
-    def export(self, policy: str, name: str) -> str:
-        """Write a policy in the Hugging Face layout; returns its folder on the server."""
-        return str(self._control("POST", "/export", {"policy": policy, "name": name})["path"])
+    def completed(self) -> dict[str, int]:
+        """Completed train episodes by task, of every client and every start of the server's run folder."""
+        found: dict[str, int] = self._control("GET", "/tasks")["completed"]
+        return found
+
+    def checkpoints(self) -> list[wire.Checkpoint]:
+        """The checkpoints on the server's disk, oldest first."""
+        return wire.read_checkpoints(self._control("GET", "/checkpoints"))
+
+    def export(self, policy: str, name: str, *, step: int | None = None, best: bool = False) -> str:
+        """Write a policy in the Hugging Face layout; returns its folder on the server.
+
+        Args:
+            step: of the checkpoint to write; None writes the weights as they are.
+            best: write the best checkpoint.
+        """
+        return str(self._control("POST", "/export", wire.export_body(policy, name, step, best))["path"])
 
     def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
         """An episode's contexts, token by token."""
@@ -285,6 +299,7 @@ class SwarmClient:
         tags: Mapping[str, str] | None = None,
         on_episode: OnEpisode | None = None,
         is_partial: bool = False,
+        resume: bool = False,
     ) -> list[wire.EpisodeResult]:
         """Play every task `group_size` times, up to `concurrency` episodes side by side, each in a thread.
 
@@ -293,6 +308,7 @@ class SwarmClient:
         """
         if mode is Mode.TRAIN and not is_partial:
             wire.check_group_size(self.status(), group_size)
+        completed = self.completed() if resume else {}
         results: dict[int, wire.EpisodeResult] = {}
         free = threading.Semaphore(concurrency)
 
@@ -318,7 +334,7 @@ class SwarmClient:
 
         playing: list[Future[None]] = []
         with ThreadPoolExecutor(concurrency, thread_name_prefix="rollout") as pool:
-            for number, task in wire.places(tasks, group_size):
+            for number, task in wire.places(tasks, group_size, completed):
                 free.acquire()
                 if any(one.done() and one.exception() is not None for one in playing):
                     free.release()

@@ -76,6 +76,10 @@ class Status:
     """Updates in the weights."""
     update: Mapping[str, Any] | None
     """The update that runs: its step and its seconds so far."""
+    saved_step: int | None
+    """Of the newest checkpoint; None before the first."""
+    save_error: str | None
+    """Why the last checkpoint could not be written; None unless it failed."""
     policies: Mapping[str, PolicyStatus]
     pool: PoolStatus
     clients: Mapping[str, int]
@@ -84,6 +88,20 @@ class Status:
     server_id: str
     last_seq: int
     """Number of the newest event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint on the server's disk, and the mean reward that its weights earned."""
+
+    step: int
+    path: str
+    reward: float | None
+    """In training; None until the update after it."""
+    evaluation: float | None
+    """In eval episodes; None where there are none."""
+    is_best: bool
+    """By what the engine's `trainer.best_by` names; the best is never removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +319,8 @@ def read_status(answer: Mapping[str, Any]) -> Status:
         reason=answer["reason"],
         step=answer["step"],
         update=answer["update"],
+        saved_step=answer["checkpoint"]["step"],
+        save_error=answer["checkpoint"]["error"],
         policies=policies,
         pool=PoolStatus(
             rule=pool["rule"],
@@ -314,6 +334,19 @@ def read_status(answer: Mapping[str, Any]) -> Status:
         server_id=answer["server_id"],
         last_seq=answer["last_seq"],
     )
+
+
+def read_checkpoints(answer: Mapping[str, Any]) -> list[Checkpoint]:
+    """A server's checkpoints."""
+    return [
+        Checkpoint(one["step"], one["path"], one["reward"], one["evaluation"], one["is_best"])
+        for one in answer["checkpoints"]
+    ]
+
+
+def export_body(policy: str, name: str, step: int | None, best: bool) -> dict[str, Any]:
+    """Body of an export."""
+    return {"policy": policy, "name": name, "step": step, "best": best}
 
 
 def read_answer(status: int, content: bytes) -> Any:
@@ -389,6 +422,16 @@ def check_group_size(status: Status, group_size: int) -> None:
         )
 
 
-def places(tasks: Sequence[Task], group_size: int) -> Iterator[tuple[int, Task]]:
-    """Every episode of a data set in the order of its claims, numbered."""
-    yield from enumerate(task for task in tasks for _ in range(group_size))
+def places(
+    tasks: Sequence[Task], group_size: int, completed: Mapping[str, int] | None = None
+) -> Iterator[tuple[int, Task]]:
+    """Every episode of a data set in the order of its claims, numbered; without those that are completed already.
+
+    A task that the data set names more than once takes what is completed of it first come, first served.
+    """
+    left = dict(completed or {})
+    for number, task in enumerate(task for task in tasks for _ in range(group_size)):
+        if left.get(task.task_id, 0) > 0:
+            left[task.task_id] -= 1
+        else:
+            yield number, task

@@ -22,6 +22,9 @@ from swarm_engine.models.decoder import Decoder, DecoderConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 """Copied with the weights where they are there."""
 
+DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
+"""Keys of `config.json` that name the numbers' type, which is this engine's to choose."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
@@ -48,7 +51,7 @@ def load_policy(path: Path | str, dtype: torch.dtype = torch.float32) -> LoadedP
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent.parent
-    config_json = _read_json(folder / "config.json")
+    config_json = read_json(folder / "config.json")
     with torch.device("cpu"):
         model = Decoder(DecoderConfig.from_json(config_json)).to(dtype)
     model.load_weights(read_tensors(path))
@@ -59,8 +62,9 @@ def save_policy(policy: LoadedPolicy, folder: Path) -> None:
     """Write the weights, config and tokenizer into `folder`, which must exist, as transformers reads them."""
     tensors = {name: tensor.contiguous() for name, tensor in policy.model.named_weights()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # Both keys: transformers 5 writes the first, what reads with an older one looks for the second.
     dtype = str(policy.model.embedding.dtype).removeprefix("torch.")
-    config = {key: value for key, value in policy.config_json.items() if key != "torch_dtype"} | {"dtype": dtype}
+    config = policy.config_json | dict.fromkeys(sorted(DTYPE_KEYS), dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": list(policy.end_ids)}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -69,7 +73,12 @@ def save_policy(policy: LoadedPolicy, folder: Path) -> None:
             shutil.copyfile(policy.tokenizer_dir / name, folder / name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a file of a policy's folder holds.
+
+    Raises:
+        ModelError: it is missing or no JSON object.
+    """
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
@@ -90,7 +99,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if path.is_file():
         files = [path]
     elif (path / "model.safetensors.index.json").is_file():
-        names = _read_json(path / "model.safetensors.index.json")["weight_map"].values()
+        names = read_json(path / "model.safetensors.index.json")["weight_map"].values()
         files = [path / Path(name).name for name in sorted(set(names))]
     else:
         files = [path / "model.safetensors"]
@@ -108,7 +117,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _end_ids(folder: Path, config_json: dict[str, Any]) -> tuple[int, ...]:
     """Every token that ends a reply, from generation_config.json before config.json: the latter often lacks some."""
     generation = folder / "generation_config.json"
-    found = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    found = read_json(generation).get("eos_token_id") if generation.is_file() else None
     if found is None:
         found = config_json.get("eos_token_id")
     if found is None:

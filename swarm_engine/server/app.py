@@ -223,10 +223,15 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
             raise InvalidError(f"merge is {merge!r}", f"it must be one of {', '.join(Merge)}")
         return JSONResponse({"timelines": await engine.timelines(episode_id, Merge(merge))})
 
+    @app.get(f"{CONTROL}/tasks", dependencies=[observer])
+    async def tasks() -> JSONResponse:
+        """How many train episodes of each task are completed: trained, or waiting for their batch."""
+        return JSONResponse({"completed": await engine.completed_by_task()})
+
     @app.get(f"{CONTROL}/checkpoints", dependencies=[observer])
     async def checkpoints() -> JSONResponse:
-        """Checkpoints on disk, oldest first."""
-        return JSONResponse({"checkpoints": engine.checkpoints()})
+        """Checkpoints on disk, oldest first, with the rewards that their weights earned; null where none is known."""
+        return JSONResponse({"checkpoints": await engine.checkpoints()})
 
     @app.post(f"{CONTROL}/checkpoints", dependencies=[operator])
     async def checkpoint() -> JSONResponse:
@@ -236,8 +241,8 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
 
     @app.post(f"{CONTROL}/export", dependencies=[operator])
     async def export(body: ExportRequest) -> JSONResponse:
-        """Write a policy in the Hugging Face layout."""
-        saved = await engine.export(body.policy, body.name)
+        """Write a policy in the Hugging Face layout: as it is now, or the checkpoint of a step, or the best one."""
+        saved = await engine.export(body)
         return JSONResponse({"step": saved.step, "path": saved.path})
 
     return app

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm_engine.config import EngineConfig, Merge, TrainerConfig
+from swarm_engine.config import BestBy, EngineConfig, Merge, TrainerConfig
 from swarm_engine.errors import (
     BadRequestError,
     CheckpointError,
@@ -30,13 +30,16 @@ from swarm_engine.errors import (
     SwarmEngineError,
     WorkerDiedError,
 )
-from swarm_engine.protocol import Boot, Export, PolicyReady, Saved, Update
+from swarm_engine.folders import Checkpoint, find_checkpoints, remove_partial
+from swarm_engine.protocol import Boot, Export, PolicyReady, Save, Saved, Update
 from swarm_engine.seeding import derive_seed
 from swarm_engine.server.auth import KeyRing
+from swarm_engine.server.checkpoints import best_checkpoint, export_checkpoint, rate_checkpoints
 from swarm_engine.server.journal import BatchWrite, EventWrite, Journal, MetaWrite, Write, dumps
 from swarm_engine.server.loaded import Loaded
+from swarm_engine.server.models import ExportRequest
 from swarm_engine.server.pool import Pool, PoolCounts
-from swarm_engine.server.roster import Roster, episode_records
+from swarm_engine.server.roster import KeptEpisodes, Roster, episode_records
 from swarm_engine.server.shown import Shown, show_timelines
 from swarm_engine.server.states import check_transition
 from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink
@@ -55,11 +58,8 @@ again from the journal at the next start."""
 CLOSE_TIMEOUT_S = 5.0
 """The same for a server that is going down, whose parent may not wait longer."""
 
-CHANGEABLE_TRAINER_FIELDS = {"checkpoint_every", "microbatch_tokens"}
+CHANGEABLE_TRAINER_FIELDS = {"best_by", "checkpoint_every", "checkpoint_required", "keep_last", "microbatch_tokens"}
 """Trainer fields that a later start may change; the others are part of what the journal replays."""
-
-MANIFEST = "manifest.json"
-"""The last file of a checkpoint; a folder without it is none. The trainer's, which the front must not import."""
 
 policies_ready: TypeAdapter[PolicyReady] = TypeAdapter(PolicyReady)
 
@@ -96,7 +96,15 @@ class Engine:
         """The last stop; one that runs is shared by everybody who asks for a stop meanwhile."""
         self._update_started: float | None = None
         self._last_step_at = 0.0
+        self._kept_counts: tuple[tuple[int, int, int], PoolCounts] | None = None
+        """What the journal holds while nothing is loaded, and what it was looked up for."""
+        self._checkpoint_dir = run_dir / "checkpoints"
         self._saved_step = 0
+        """Of the newest checkpoint."""
+        self._save_error: str | None = None
+        """Why the last checkpoint could not be written; None once one is."""
+        self._folders = asyncio.Lock()
+        """Held while checkpoints are written, removed or copied."""
         self._closing = asyncio.Event()
         """Set once the server is going down."""
 
@@ -108,6 +116,7 @@ class Engine:
         Raises:
             JournalError: it can't be opened.
         """
+        remove_partial(self.run_dir / "exports")
         self.journal = journal = Journal(self.run_dir / "journal.db", on_error=lambda error: self._fail(str(error)))
         writes: list[Write] = []
         server_id, secret, created = (journal.meta(key) for key in ("server_id", "secret", "created"))
@@ -288,19 +297,23 @@ class Engine:
 
     async def _boot(self, config: EngineConfig) -> None:
         self._link = link = await WorkerLink.start(self.run_dir, self._fail, self._worker_command)
-        checkpoints, models = self.run_dir / "checkpoints", self.run_dir / "models"
-        checkpoints.mkdir(exist_ok=True)
+        models = self.run_dir / "models"
+        self._checkpoint_dir.mkdir(exist_ok=True)
         models.mkdir(exist_ok=True)
-        booted = await link.boot(Boot(config.model_dump(mode="json"), str(models), str(checkpoints)))
+        boot = Boot(config.model_dump(mode="json"), str(models), str(self._checkpoint_dir), self.server_id)
+        booted = await link.boot(boot)
         (policy,) = booted.policies
         codec = await asyncio.to_thread(ChatCodec.load, Path(policy.tokenizer_dir), policy.end_ids, self.created)
         self.journal.append(MetaWrite("policy", policies_ready.dump_json(policy).decode()))
         pool = Pool(config.trainer.group_size, config.trainer.tasks_per_update)
         self._shown = Shown(codec, policy.max_context)
-        self._saved_step = booted.step
+        self._saved_step, self._save_error = booted.step, None
         step = await self._replay(link, booted.step, config.trainer, codec)
+        # An end that was on its way when the last engine went down is on disk before its journal is read.
+        await self.journal.flush()
+        kept = await asyncio.to_thread(KeptEpisodes.read, self.journal)
         self._loaded = Loaded(config, policy, codec, link, pool, step)
-        self.roster.open(self._loaded)
+        self.roster.open(self._loaded, kept)
         self._last_step_at = time.monotonic()
         self._to(EngineState.ROLLING, f"booted at step {step}")
         self._after_change()
@@ -313,8 +326,8 @@ class Engine:
                 f"the checkpoint is at step {step}, the journal ends at step {last}",
                 "the two belong to different runs; use the journal that made the checkpoint, or a new run folder",
             )
-        reported = self.journal.steps_reported(step)
-        for record in self.journal.batches_after(step):
+        reported = await asyncio.to_thread(self.journal.steps_reported, step)
+        for record in await asyncio.to_thread(self.journal.batches_after, step):
             started = time.monotonic()
             episodes = await asyncio.to_thread(self._read_batch, record, trainer, codec)
             updated = await link.update(Update(record, episodes))
@@ -392,7 +405,7 @@ class Engine:
         self._last_step_at = now
         self._update_started = None
         if step % loaded.config.trainer.checkpoint_every == 0:
-            self._spawn(self._checkpoint(loaded.link), "checkpoint")
+            self._spawn(self._checkpoint(loaded), "checkpoint")
         self._to(EngineState.ROLLING, f"step {step} is in the weights")
         self._after_change()
 
@@ -407,11 +420,16 @@ class Engine:
 
     # Checkpoints
 
-    async def _checkpoint(self, link: WorkerLink) -> None:
-        await self._save(link)
+    async def _checkpoint(self, loaded: Loaded) -> None:
+        saved = await self._save(loaded.link)
+        if loaded.config.trainer.checkpoint_required:
+            _written(saved)
 
     async def _save(self, link: WorkerLink) -> Saved:
-        saved = await link.save()
+        async with self._folders:
+            best = await asyncio.to_thread(best_checkpoint, self._checkpoint_dir, self.journal, self._best_by)
+            saved = await link.save(Save(() if best is None else (best.step,)))
+        self._save_error = saved.error
         if saved.error is None:
             self._saved_step = saved.step
         self.journal.append(EventWrite.of("checkpoint", step=saved.step, path=saved.path, error=saved.error))
@@ -426,31 +444,58 @@ class Engine:
         """
         return _written(await self._save(self.loaded.link))
 
-    def checkpoints(self) -> list[dict[str, Any]]:
-        """Checkpoints on disk, oldest first."""
-        found = (path.parent for path in (self.run_dir / "checkpoints").glob(f"step-*/{MANIFEST}"))
-        folders = sorted(path for path in found if path.name[5:].isdigit())
-        return [{"step": int(path.name[5:]), "path": str(path)} for path in folders]
+    async def checkpoints(self) -> list[dict[str, Any]]:
+        """Checkpoints on disk, oldest first, with what their weights earned."""
+        return [
+            {
+                "step": one.checkpoint.step,
+                "path": str(one.checkpoint.path),
+                "reward": one.reward,
+                "evaluation": one.evaluation,
+                "is_best": one.is_best,
+            }
+            for one in await asyncio.to_thread(rate_checkpoints, self._checkpoint_dir, self.journal, self._best_by)
+        ]
 
-    async def export(self, policy: str, name: str) -> Saved:
-        """Write a policy in the Hugging Face layout under `exports/`.
+    @property
+    def _best_by(self) -> BestBy:
+        return (self._config or EngineConfig()).trainer.best_by
+
+    async def export(self, request: ExportRequest) -> Saved:
+        """Write a policy in the Hugging Face layout under `exports/`: as it is now, or a checkpoint of it.
 
         Raises:
-            EngineUnavailableError: the engine does not run.
-            NotFoundError: it serves no such policy.
+            EngineUnavailableError: the weights of now are asked for, and the engine does not run.
+            NotFoundError: it serves no such policy, or has no such checkpoint.
             BadRequestError: the name is no plain folder name.
             ConflictError: there is an export of that name.
-            CheckpointError: it can't be written.
+            CheckpointError: it can't be written, or the checkpoint is damaged.
         """
-        loaded = self.loaded
-        if policy != loaded.policy.name:
-            raise NotFoundError(f"policy {policy!r} is not served here", f"this server has {loaded.policy.name!r}")
+        policy, name = request.policy, request.name
+        if policy not in (served := tuple((self._config or EngineConfig()).policies)):
+            raise NotFoundError(f"policy {policy!r} is not served here", f"this server has {served[0]!r}")
         if not name.isprintable() or name.startswith(".") or Path(name).name != name:
             raise BadRequestError(f"export name {name!r} is no plain folder name", "it becomes a folder under exports/")
         folder = self.run_dir / "exports" / name
-        if folder.exists():
-            raise ConflictError(f"{folder} is there already", "name another folder", code="export_exists")
-        return _written(await loaded.link.export(Export(policy, str(folder))))
+        async with self._folders:
+            if folder.exists():
+                raise ConflictError(f"{folder} is there already", "name another folder", code="export_exists")
+            if request.step is None and not request.best:
+                return _written(await self.loaded.link.export(Export(policy, str(folder))))
+            checkpoint = await asyncio.to_thread(self._export_checkpoint, request, folder)
+        return Saved(checkpoint.step, str(folder))
+
+    def _export_checkpoint(self, request: ExportRequest, folder: Path) -> Checkpoint:
+        if request.best:
+            checkpoint = best_checkpoint(self._checkpoint_dir, self.journal, self._best_by)
+        else:
+            checkpoint = next((one for one in find_checkpoints(self._checkpoint_dir) if one.step == request.step), None)
+        if checkpoint is None:
+            missing = "no checkpoint has a reward yet" if request.best else f"there is no checkpoint {request.step}"
+            there = ", ".join(str(one.step) for one in find_checkpoints(self._checkpoint_dir)) or "none"
+            raise NotFoundError(missing, f"there are checkpoints of the steps: {there}", code="no_checkpoint")
+        export_checkpoint(checkpoint, folder)
+        return checkpoint
 
     # Looking
 
@@ -484,6 +529,10 @@ class Engine:
         ignore_tools = self._config is not None and bool(self._config.trainer.ignore_tools)
         return await asyncio.to_thread(show_timelines, record, self._shown, how, ignore_tools)
 
+    async def completed_by_task(self) -> dict[str, int]:
+        """Completed train episodes by task, from which a client that was killed sees where to go on."""
+        return await asyncio.to_thread(self.journal.completed_by_task)
+
     def status(self) -> dict[str, Any]:
         """What `GET /status` answers."""
         loaded, config = self._loaded, self._config
@@ -499,6 +548,7 @@ class Engine:
             "reason": self.reason,
             "update": update,
             "step": step,
+            "checkpoint": {"step": self._saved_step or None, "error": self._save_error},
             "policies": policies,
             "pool": {
                 "rule": config.rule if config else None,
@@ -519,10 +569,13 @@ class Engine:
         }
 
     def _kept(self, trainer: TrainerConfig) -> PoolCounts:
-        """What the journal holds for the next start."""
-        pool = Pool(trainer.group_size, trainer.tasks_per_update)
-        pool.restore(self.journal.kept(), {}, 0, {})
-        return pool.counts()
+        """What the journal holds for the next start; looked up again only after an event, for none changes without."""
+        now = self.journal.last_seq, trainer.group_size, trainer.tasks_per_update
+        if self._kept_counts is None or self._kept_counts[0] != now:
+            pool = Pool(trainer.group_size, trainer.tasks_per_update)
+            pool.restore(self.journal.kept(), {}, 0, {})
+            self._kept_counts = now, pool.counts()
+        return self._kept_counts[1]
 
     def _unavailable(self) -> EngineUnavailableError:
         if self._closing.is_set():

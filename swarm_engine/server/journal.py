@@ -21,8 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
+from swarm_engine.config import BestBy
 from swarm_engine.errors import JournalError
 from swarm_engine.server.pool import PooledEpisode, Seat
 from swarm_engine.types import BatchRecord, Mode
@@ -110,6 +111,11 @@ class EpisodeRow:
     record: bytes
     """An `EpisodeRecord` as JSON."""
 
+    def pooled(self) -> PooledEpisode:
+        """The episode as the next batch sees it."""
+        seat = Seat(self.group_id, self.task_id, self.place, self.attempt, self.position)
+        return PooledEpisode(self.episode_id, seat, self.rewards)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchWrite:
@@ -191,7 +197,11 @@ def _explain(error: sqlite3.Error, path: Path) -> JournalError:
 
 
 class Journal:
-    """The journal of one run folder. Every method is called on the event loop's thread."""
+    """The journal of one run folder.
+
+    Its writes, coroutines and short looks (`meta`, `kept`, `last_step` …) belong to the event loop's thread. What reads
+    many rows says so and is called on another, for the loop answers `/status` meanwhile.
+    """
 
     def __init__(
         self,
@@ -212,9 +222,11 @@ class Journal:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._writer_database = open_database(path)
+        self._loop_reader = open_database(path)
+        """For what is read on the event loop: a few rows, and never behind a thread's long query."""
         self._reader = open_database(path)
         self._reader_lock = threading.Lock()
-        (last,) = self._reader.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
+        (last,) = self._loop_reader.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
         self.last_seq: int = last
         """Number of the last event on disk."""
         self._recent: deque[Event] = deque(maxlen=RECENT_EVENTS)
@@ -252,6 +264,7 @@ class Journal:
         await asyncio.sleep(0)
         self.is_closed = True
         self._grown.set()
+        self._loop_reader.close()
         with self._reader_lock:
             self._reader.close()
         self._writer_database.close()
@@ -368,12 +381,17 @@ class Journal:
         return self._grown
 
     def _read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        """Rows, for a thread that may wait."""
         with self._reader_lock:
             return self._reader.execute(sql, parameters).fetchall()
 
+    def _peek(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        """Rows, for the event loop's thread."""
+        return self._loop_reader.execute(sql, parameters).fetchall()
+
     def meta(self, key: str) -> str | None:
         """A named value of the run folder."""
-        rows = self._read("SELECT value FROM meta WHERE key = ?", (key,))
+        rows = self._peek("SELECT value FROM meta WHERE key = ?", (key,))
         return rows[0][0] if rows else None
 
     async def episode(self, episode_id: str) -> EpisodeRow | None:
@@ -382,49 +400,50 @@ class Journal:
         return _episode_row(rows[0]) if rows else None
 
     def open_episodes(self) -> list[EpisodeRow]:
-        """Completed episodes that no batch has taken, in order of places."""
+        """Completed episodes that no batch has taken, in order of places; for a thread."""
         rows = self._read(_EPISODE_COLUMNS + " WHERE is_pooled = 1 AND step IS NULL ORDER BY position, place")
         return [_episode_row(row) for row in rows]
 
     def kept(self) -> list[PooledEpisode]:
-        """The same episodes as the next batch sees them, without what they hold."""
-        rows = self._read(
+        """The same episodes as the next batch sees them, without what they hold: a short look."""
+        rows = self._peek(
             "SELECT episode_id, group_id, task_id, place, attempt, position, rewards FROM episodes"
             " WHERE is_pooled = 1 AND step IS NULL ORDER BY position, place"
         )
         return [PooledEpisode(episode_id, Seat(*seat), json.loads(rewards)) for episode_id, *seat, rewards in rows]
 
     def episodes_of(self, record: BatchRecord) -> list[EpisodeRow]:
-        """The episodes of a batch, in its order."""
+        """The episodes of a batch, in its order; for a thread."""
         rows = self._read(_EPISODE_COLUMNS + " WHERE step = ?", (record.step,))
         by_id = {row.episode_id: row for row in map(_episode_row, rows)}
         return [by_id[episode_id] for episode_id in record.episode_ids]
 
     def batches_after(self, step: int) -> list[BatchRecord]:
-        """Batches of later updates, in order."""
+        """Batches of later updates, in order; for a thread."""
         rows = self._read("SELECT step, episode_ids, seed FROM batches WHERE step > ? ORDER BY step", (step,))
         return [BatchRecord(step, tuple(json.loads(episode_ids)), seed) for step, episode_ids, seed in rows]
 
     def last_state(self) -> str | None:
         """The state that the last `state` event went to."""
-        rows = self._read("SELECT payload FROM events WHERE kind = 'state' ORDER BY seq DESC LIMIT 1")
+        rows = self._peek("SELECT payload FROM events WHERE kind = 'state' ORDER BY seq DESC LIMIT 1")
         return json.loads(rows[0][0])["to"] if rows else None
 
     def is_untouched(self) -> bool:
         """Whether it holds neither a batch nor an episode that a batch may take, nor a checkpoint."""
-        (count,) = self._read(
-            "SELECT (SELECT count(*) FROM batches) + (SELECT count(*) FROM episodes WHERE is_pooled = 1)"
-            " + (SELECT count(*) FROM events WHERE kind = 'checkpoint')"
+        (is_touched,) = self._peek(
+            "SELECT EXISTS (SELECT 1 FROM batches)"
+            " OR EXISTS (SELECT 1 FROM episodes WHERE mode = 'train' AND is_pooled = 1)"
+            " OR EXISTS (SELECT 1 FROM events WHERE kind = 'checkpoint')"
         )[0]
-        return int(count) == 0
+        return not is_touched
 
     def last_step(self) -> int:
         """Step of the last batch; 0 before the first."""
-        (step,) = self._read("SELECT coalesce(max(step), 0) FROM batches")[0]
+        (step,) = self._peek("SELECT coalesce(max(step), 0) FROM batches")[0]
         return int(step)
 
     def steps_reported(self, after: int) -> set[int]:
-        """Steps later than `after` whose `step` event is on disk."""
+        """Steps later than `after` whose `step` event is on disk; for a thread."""
         rows = self._read(
             "SELECT json_extract(payload, '$.step') FROM events WHERE kind = 'step'"
             " AND seq > coalesce((SELECT max(seq) FROM events WHERE kind = 'step'"
@@ -433,18 +452,42 @@ class Journal:
         )
         return {int(step) for (step,) in rows}
 
+    def completed_by_task(self) -> dict[str, int]:
+        """Completed train episodes, by task, that a batch has taken or will take; for a thread."""
+        sql = "SELECT task_id, count(*) FROM episodes WHERE mode = 'train' AND is_pooled = 1 GROUP BY task_id"
+        return dict(self._read(sql))
+
+    def rewards_by_version(self, by: BestBy) -> dict[int, float]:
+        """Mean reward, over episodes and agents, that each version of the weights earned; for a thread."""
+        match by:
+            case BestBy.REWARD:  # an update's batch was sampled by the weights before it
+                sql = (
+                    "SELECT json_extract(payload, '$.step') - 1, json_extract(payload, '$.metrics.reward_mean')"
+                    " FROM events WHERE kind = 'step'"
+                )
+            case BestBy.EVALUATION:
+                sql = (
+                    "SELECT json_extract(payload, '$.policy_version') AS version, avg(rewards.value)"
+                    " FROM events, json_each(payload, '$.rewards') AS rewards"
+                    " WHERE kind = 'episode' AND json_extract(payload, '$.mode') = 'eval'"
+                    " AND json_extract(payload, '$.outcome') <> 'env_error' GROUP BY version"
+                )
+            case _:
+                assert_never(by)
+        return {int(version): float(reward) for version, reward in self._read(sql) if reward is not None}
+
     def closed_groups(self) -> dict[str, str]:
-        """Task by group, for train groups that a batch has taken or that were given up."""
+        """Task by group, for train groups that a batch has taken or that were given up; for a thread."""
         rows = self._read("SELECT DISTINCT group_id, task_id FROM episodes WHERE step IS NOT NULL OR is_pooled = -1")
         return dict(rows)
 
     def next_position(self) -> int:
-        """One past the highest position of a train group."""
+        """One past the highest position of a train group; for a thread."""
         (position,) = self._read("SELECT coalesce(max(position), 0) + 1 FROM episodes WHERE mode = 'train'")[0]
         return int(position)
 
     def loose_groups(self) -> dict[tuple[Mode, str], tuple[str, int]]:
-        """Task and number of places given, by mode and group, outside training."""
+        """Task and number of places given, by mode and group, outside training; for a thread."""
         rows = self._read(
             "SELECT mode, group_id, min(task_id), max(place) + 1 FROM episodes WHERE mode <> 'train'"
             " GROUP BY mode, group_id"

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, StringConstraints, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from swarm_engine.errors import shown
@@ -85,7 +93,17 @@ class Abort(Body):
 
 
 class ExportRequest(Body):
-    """Which policy to write, and the folder's name under `exports/`."""
+    """Which policy to write, and the folder's name under `exports/`; its weights of now, or those of a checkpoint."""
 
     policy: Name
     name: Name
+    step: Annotated[int, Field(ge=0)] | None = None
+    """Of the checkpoint to write."""
+    best: bool = False
+    """Write the best checkpoint."""
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> Self:
+        if self.best and self.step is not None:
+            raise ValueError("step and best name two checkpoints; give one of them")
+        return self

@@ -31,7 +31,7 @@ from swarm_engine.server.auth import KeyRing
 from swarm_engine.server.episodes import ClaimRequest, Ending, LiveEpisode, check_scripts
 from swarm_engine.server.journal import EpisodeRow, EventWrite, Journal, UnpoolWrite, Write
 from swarm_engine.server.loaded import Loaded
-from swarm_engine.server.pool import Seat, is_judged
+from swarm_engine.server.pool import PooledEpisode, Seat, is_judged
 from swarm_engine.tracker.tracker import EpisodeRecord, EpisodeTracker
 from swarm_engine.types import DEFAULT_AGENT, BatchRecord, ClaimReason, Episode, Mode, Outcome
 
@@ -60,6 +60,31 @@ class _Waiter:
     served: asyncio.Future[LiveEpisode]
     reason: ClaimReason
     """Why the last look found nothing for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptEpisodes:
+    """What the journal knows of earlier episodes when an engine boots."""
+
+    completed: Mapping[str, Episode]
+    """Those of the open batch."""
+    pooled: Sequence[PooledEpisode]
+    """Their places."""
+    closed_groups: Mapping[str, str]
+    next_position: int
+    loose_groups: Mapping[tuple[Mode, str], tuple[str, int]]
+
+    @staticmethod
+    def read(journal: Journal) -> KeptEpisodes:
+        """Read them; takes long where the journal is long, so not on the event loop."""
+        rows = journal.open_episodes()
+        return KeptEpisodes(
+            completed={row.episode_id: episode_records.validate_json(row.record).episode for row in rows},
+            pooled=[row.pooled() for row in rows],
+            closed_groups=journal.closed_groups(),
+            next_position=journal.next_position(),
+            loose_groups=journal.loose_groups(),
+        )
 
 
 class Roster:
@@ -103,14 +128,12 @@ class Roster:
 
     # With the engine
 
-    def open(self, loaded: Loaded) -> None:
+    def open(self, loaded: Loaded, kept: KeptEpisodes) -> None:
         """Serve with a freshly booted engine: the journal's completed episodes take their places again."""
         self._loaded = loaded
         self._num_unjudged = self._num_abandoned = 0
-        rows = self._journal.open_episodes()
-        self._completed = {row.episode_id: episode_records.validate_json(row.record).episode for row in rows}
-        journal = self._journal
-        loaded.pool.restore(journal.kept(), journal.closed_groups(), journal.next_position(), journal.loose_groups())
+        self._completed = dict(kept.completed)
+        loaded.pool.restore(kept.pooled, kept.closed_groups, kept.next_position, kept.loose_groups)
 
     def close(self, reason: str, error: SwarmEngineError) -> None:
         """The engine is gone: episodes that run are lost, claims that wait are refused, completed ones stay on disk."""

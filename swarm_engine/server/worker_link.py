@@ -223,9 +223,9 @@ class WorkerLink(asyncio.Protocol):
         """Train on a batch."""
         return await self._ask(question, Updated)
 
-    async def save(self) -> Saved:
+    async def save(self, question: Save) -> Saved:
         """Write a checkpoint."""
-        return await self._ask(Save(), Saved)
+        return await self._ask(question, Saved)
 
     async def export(self, question: Export) -> Saved:
         """Write the policy in the Hugging Face layout."""

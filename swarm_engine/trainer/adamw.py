@@ -37,9 +37,10 @@ class AdamW:
         self._second = {name: torch.zeros_like(parameter) for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Move every parameter along its gradient, which must be there."""
+    def step(self, learning_rate: float | None = None) -> None:
+        """Move every parameter along its gradient, which must be there; without a rate by the config's."""
         config = self.config
+        rate = config.learning_rate if learning_rate is None else learning_rate
         self.num_steps += 1
         first_bias = 1 - config.beta1**self.num_steps
         second_bias = 1 - config.beta2**self.num_steps
@@ -48,11 +49,11 @@ class AdamW:
             assert gradient is not None, name
             first, second = self._first[name], self._second[name]
             if config.weight_decay and parameter.ndim > 1:
-                parameter.mul_(1 - config.learning_rate * config.weight_decay)
+                parameter.mul_(1 - rate * config.weight_decay)
             first.lerp_(gradient, 1 - config.beta1)
             second.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
             scale = second.sqrt().div_(math.sqrt(second_bias)).add_(EPSILON)
-            parameter.addcdiv_(first, scale, value=-config.learning_rate / first_bias)
+            parameter.addcdiv_(first, scale, value=-rate / first_bias)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

@@ -1,139 +1,138 @@
-"""Checkpoints that are whole or not there: weights, optimizer, step, tokenizer.
+"""Checkpoints of a policy in training: weights, optimizer, tokenizer and chat template, whole or not there.
 
-A checkpoint is written into a folder aside, its manifest last, everything synced, and then renamed. A folder without a
-manifest, or whose files are not those the manifest hashed, is no checkpoint. Random numbers need no state: each is
-derived from what it is for.
+Nothing else is needed to go on. The learning rate is a function of the step, and every random number is derived from
+what it is for, so neither has a state; which data came before is in the journal, whose batches are replayed from the
+checkpoint's step on. See `swarm_engine.folders` for how a checkpoint gets its place on disk.
 
-Older checkpoints are removed only after a newer one is whole.
+Older checkpoints are removed only after a newer one is whole, and those of other runs never.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
-import re
-import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from swarm_engine.errors import CheckpointError
-from swarm_engine.models.loading import LoadedPolicy, read_tensors, save_policy
+from swarm_engine.errors import CheckpointError, ModelError
+from swarm_engine.folders import (
+    MANIFEST,
+    OPTIMIZER,
+    Checkpoint,
+    checkpoint_path,
+    damage,
+    describe,
+    find_checkpoints,
+    numbered_folders,
+    remove_checkpoint,
+    remove_partial,
+    whole_folder,
+    write_manifest,
+)
+from swarm_engine.models.loading import DTYPE_KEYS, TOKENIZER_FILES, LoadedPolicy, read_json, read_tensors, save_policy
 from swarm_engine.trainer.adamw import AdamW
-
-KEPT = 3
-MANIFEST = "manifest.json"
-OPTIMIZER = "optimizer.safetensors"
-FORMAT = 1
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A whole checkpoint on disk."""
+class CheckpointFolder:
+    """The checkpoints of one run."""
 
-    path: Path
-    step: int
-    """Updates in its weights."""
+    root: Path
+    run_id: str
+    """Of the run folder; a checkpoint of another run would not fit the journal."""
+    keep_last: int = 3
 
+    def save(
+        self, step: int, policy: LoadedPolicy, optimizer: AdamW, protected_steps: Collection[int] = ()
+    ) -> Checkpoint:
+        """Write a checkpoint and remove the oldest beyond `keep_last`.
 
-def save_checkpoint(root: Path, step: int, policy: LoadedPolicy, optimizer: AdamW) -> Checkpoint:
-    """Write a checkpoint of `step` under `root` and remove the oldest beyond `KEPT`.
+        Args:
+            protected_steps: checkpoints that stay however old they are.
 
-    Raises:
-        CheckpointError: the disk is full, the folder can't be written …; nothing older is touched then.
-    """
-    target = root / f"step-{step:06d}"
-    if is_whole(target):
-        return Checkpoint(target, step)  # the same step has the same weights
-    aside = root / f".step-{step:06d}.partial"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        save_policy(policy, aside)
-        save_file(optimizer.state(), aside / OPTIMIZER)
-        files = {path.name: _describe(path) for path in sorted(aside.iterdir())}
-        manifest = {"format": FORMAT, "step": step, "files": files}
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        for path in (*aside.iterdir(), aside):
-            _sync(path)
-        shutil.rmtree(target, ignore_errors=True)  # what a crash cut short; a whole one was returned above
-        aside.rename(target)
-        _sync(root)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint of step {step} could not be written under {root}: {error}; "
-            "free space there, older checkpoints stand"
-        ) from error
-    _prune(root)
-    return Checkpoint(target, step)
+        Raises:
+            CheckpointError: the disk is full, the folder can't be written …; nothing older is touched then.
+        """
+        saved = Checkpoint(checkpoint_path(self.root, step), step, self.run_id)
+        there = next((one for one in find_checkpoints(self.root) if one.path == saved.path), saved)
+        if there.run_id != self.run_id:
+            raise CheckpointError(f"{saved.path} is a checkpoint of another run; move it away")
+        if damage(saved.path) is None:
+            return saved  # the same step has the same weights
+        try:
+            with whole_folder(saved.path) as folder:
+                save_policy(policy, folder)
+                save_file(optimizer.state(), folder / OPTIMIZER)
+                write_manifest(folder, step, self.run_id)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"checkpoint of step {step} could not be written under {self.root}: {error}; "
+                "free space there, older checkpoints stand"
+            ) from error
+        self._prune({step, *protected_steps})
+        return saved
 
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; says in the log what is wrong with newer ones.
 
-def newest_checkpoint(root: Path) -> Checkpoint | None:
-    """The newest whole checkpoint; says in the log which newer ones are not."""
-    for step, path in sorted(_candidates(root), reverse=True):
-        if is_whole(path):
-            return Checkpoint(path, step)
-        log.warning("checkpoint %s is incomplete; going back to the one before", path)
-    return None
+        Raises:
+            CheckpointError: there are checkpoints of another run.
+        """
+        ours = {one.path: one for one in find_checkpoints(self.root)}
+        if foreign := [one for one in ours.values() if one.run_id != self.run_id]:
+            raise CheckpointError(
+                f"checkpoint {foreign[0].path} was made by another run, whose batches this run folder does not hold; "
+                "move it away, or under the model root to start a run of its own from its weights"
+            )
+        for _, path in reversed(numbered_folders(self.root)):
+            if (fault := damage(path)) is None and path in ours:
+                return ours[path]
+            log.warning("checkpoint %s is not whole: %s; going back to the one before", path, fault)
+        return None
+
+    def tidy(self) -> None:
+        """Remove what a kill left of a checkpoint that was being written or removed."""
+        remove_partial(self.root)
+        for _, path in numbered_folders(self.root):
+            if not (path / MANIFEST).exists():
+                remove_checkpoint(path)
+
+    def _prune(self, kept_steps: Collection[int]) -> None:
+        ours = [one for one in find_checkpoints(self.root) if one.run_id == self.run_id]
+        for one in ours[: -self.keep_last]:
+            if one.step not in kept_steps:
+                remove_checkpoint(one.path)
+        self.tidy()
 
 
 def load_checkpoint(checkpoint: Checkpoint, policy: LoadedPolicy, optimizer: AdamW) -> None:
-    """Put the weights and the optimizer's state of a checkpoint into a policy of the same shape.
+    """Put the weights and the optimizer's state of a checkpoint into the policy it was made from.
 
     Raises:
         ModelError: it is a checkpoint of another model.
     """
+    if difference := _difference(checkpoint.path, policy):
+        raise ModelError(
+            f"checkpoint {checkpoint.path} is of another model than {policy.tokenizer_dir}: {difference}; "
+            "put the model back as it was, or use a new run folder"
+        )
     policy.model.load_weights(read_tensors(checkpoint.path))
     optimizer.load_state(load_file(checkpoint.path / OPTIMIZER))
 
 
-def is_whole(path: Path) -> bool:
-    """Whether every file is as the manifest, which was written last, says."""
-    try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        return manifest["format"] == FORMAT and all(
-            _describe(path / name) == described for name, described in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}
-
-
-def _candidates(root: Path) -> list[tuple[int, Path]]:
-    if not root.is_dir():
-        return []
-    found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in root.iterdir()]
-    return [(int(match[1]), path) for match, path in found if match]
-
-
-def _prune(root: Path) -> None:
-    """Remove the oldest beyond `KEPT`, and what crashes left. A checkpoint loses its manifest first."""
-    for _, path in sorted(_candidates(root))[:-KEPT]:
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-    for path in root.glob(".step-*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows can't open folders, and orders renames itself
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _difference(folder: Path, policy: LoadedPolicy) -> str | None:
+    """In what a checkpoint's model or tokenizer is not the policy's; None where it is the same."""
+    there, here = read_json(folder / "config.json"), policy.config_json
+    for key in sorted((there.keys() | here.keys()) - DTYPE_KEYS):
+        if there.get(key) != here.get(key):
+            return f"{key} is {there.get(key)!r} in its config.json and {here.get(key)!r} in the model's"
+    for name in TOKENIZER_FILES:
+        then, now = (path / name for path in (folder, policy.tokenizer_dir))
+        if then.is_file() != now.is_file() or (then.is_file() and describe(then) != describe(now)):
+            return f"its {name} differs"
+    return None

@@ -34,6 +34,7 @@ from swarm_engine.trainer.loss import Tokens, kl_penalty
 from swarm_engine.trainer.off_policy import correct
 from swarm_engine.trainer.rows import TokenColumns, TrainedRow, trained_row, with_proximal
 from swarm_engine.trainer.samples import Denominators, Drop, Sample, count_drops, make_samples
+from swarm_engine.trainer.schedule import learning_rate
 from swarm_engine.trainer.scoring import Scores
 from swarm_engine.trainer.units import Unit, plan_units
 from swarm_engine.types import BatchRecord, Episode, FinishReason, Untrained
@@ -99,6 +100,7 @@ class Trainer:
         metrics = batch_metrics(samples, episodes, self.config.merge)
         metrics |= group_metrics(samples) | staleness_metrics(samples, version)
         metrics |= self.token_metrics(self.learn(samples, version, record.seed))
+        metrics["learning_rate"] = learning_rate(self.config, record.step)
         metrics["update_s"] = time.perf_counter() - start
         self.step = record.step
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}
@@ -126,7 +128,7 @@ class Trainer:
         sums.num_losses += 1
         sums.gradient_norm = max(sums.gradient_norm, gradient_norm, key=lambda norm: (not math.isfinite(norm), norm))
         if math.isfinite(gradient_norm) and math.isfinite(loss):
-            self.optimizer.step()
+            self.optimizer.step(learning_rate(self.config, version + 1))
             sums.num_steps += 1
         self.optimizer.zero_grad()
 

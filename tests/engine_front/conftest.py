@@ -72,9 +72,11 @@ def log_of(run_dir: Path) -> Path:
     return run_dir.parent / f"{run_dir.name}.log"
 
 
-def serve_process(run_dir: Path, *words: str, worker: tuple[str, ...] = (), stdin: int | None = None) -> Process:
-    """Start `swarm serve` and wait until it listens."""
-    command = [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(run_dir), *words]
+def serve_process(
+    run_dir: Path, *words: str, worker: tuple[str, ...] = (), stdin: int | None = None, prefix: tuple[str, ...] = ()
+) -> Process:
+    """Start `swarm serve`, by a program that becomes it where a prefix names one, and wait until it listens."""
+    command = [*prefix, sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(run_dir), *words]
     if worker:
         command += ["--worker", shlex.join(worker)]
     with log_of(run_dir).open("a") as log:
@@ -83,7 +85,8 @@ def serve_process(run_dir: Path, *words: str, worker: tuple[str, ...] = (), stdi
     line = process.stdout.readline()
     assert line, log_of(run_dir).read_text()
     about = json.loads(line)
-    tokens = json.loads(Path(about["token_file"]).read_text())
+    token_file = Path(f"/proc/{process.pid}/root{about['token_file']}") if prefix else Path(about["token_file"])
+    tokens = json.loads(token_file.read_text())
     return Process(about["url"], run_dir, tokens, about["pid"], process=process)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from tiny_tokenizer import END_ID, NUM_IDS, write_tokenizer
 
+from swarm_engine.folders import write_manifest
 from swarm_engine.protocol import (
     Boot,
     Booted,
@@ -141,7 +142,7 @@ class Fake:
         if self.knobs.boot_error:
             self.send(Failed(self.knobs.boot_error))
             return
-        self.checkpoints = Path(message.checkpoint_dir)
+        self.checkpoints, self.run_id = Path(message.checkpoint_dir), message.run_id
         whole = sorted(self.checkpoints.glob("step-*/weights.json"))
         if whole:
             kept = json.loads(whole[-1].read_text())
@@ -209,7 +210,8 @@ class Fake:
         fresh = folder / "weights.new"
         fresh.write_text(json.dumps({"weights": self.weights, "step": self.step}))
         fresh.replace(folder / "weights.json")
-        (folder / "manifest.json").write_text("{}")
+        (folder / "manifest.json").unlink(missing_ok=True)
+        write_manifest(folder, self.step, self.run_id)
         self.send(Saved(self.step, str(folder)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -15,7 +17,7 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from swarm_engine.client import (
     Task,
 )
 from swarm_engine.protocol import Update
+from swarm_engine.server.engine import Engine
 from swarm_engine.server.roster import episode_records
 from swarm_engine.types import BatchRecord, EngineState, Mode
 
@@ -102,6 +105,8 @@ def check_journal(run_dir: Path) -> list[float]:
     for batch in batches:
         assert all(step_of[episode] == batch["step"] for episode in batch["episode_ids"])
         episodes = tuple(episode_records.validate_json(records[episode]).episode for episode in batch["episode_ids"])
+        versions = {version for one in episodes for call in one.calls for version in call.policy_versions}
+        assert versions <= {batch["step"] - 1}, "B093: other weights than the last have sampled what was trained"
         record = BatchRecord(batch["step"], tuple(batch["episode_ids"]), batch["seed"])
         weights = digest(weights, Update(record, episodes))
         expected.append(as_metric(weights))
@@ -266,6 +271,127 @@ def test_a_checkpoint_waits_until_the_step_it_holds_is_on_disk(serving: Callable
         other.execute("COMMIT")
         other.close()
         wait_until(lambda: len(client._control("GET", "/checkpoints")["checkpoints"]) == 1)
+
+
+def test_a_program_that_was_killed_goes_on_with_its_tasks_where_it_was(tmp_path: Path) -> None:
+    """B108: ten tasks, killed after four and a half; the others are played once each, in their order."""
+    run_dir = tmp_path / "run"
+    tasks = [Task(f"t{number}") for number in range(10)]
+    played: list[str] = []
+
+    def rollout(episode: SyncEpisode, task: Task) -> None:
+        if len(played) == 9 and served.process and served.process.poll() is None:
+            served.stop(signal.SIGKILL)
+        talk(episode, task)
+        played.append(task.task_id)
+
+    served = serve_process(run_dir, "--start", "--config", str(config_file(tmp_path)), worker=fake_worker(run_dir))
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(served.stop)
+        client = cleanup.enter_context(served.client())
+        wait_for_state(client, EngineState.ROLLING)
+        with pytest.raises(SwarmUnavailableError):
+            client.run(tasks, rollout, group_size=2, concurrency=1, resume=True)
+    before = played.copy()
+    played.clear()
+    with serve_thread(run_dir) as again, again.client() as client:
+        assert client.start(wait=True).step == 2
+        assert client.completed() == {"t0": 2, "t1": 2, "t2": 2, "t3": 2, "t4": 1}
+        results = client.run(tasks, rollout, group_size=2, concurrency=1, resume=True)
+        assert [one.task_id for one in results] == ["t4", *(f"t{number}" for number in range(5, 10) for _ in range(2))]
+        wait_for_step(client, 5)
+        assert client.run(tasks, talk, group_size=2, concurrency=1, resume=True) == []
+    assert before + played == [f"t{number}" for number in range(10) for _ in range(2)]
+    check_journal(run_dir)
+
+
+def test_a_member_that_never_ends_wedges_its_group_neither_before_nor_after_a_restart(tmp_path: Path) -> None:
+    """B088."""
+    run_dir = tmp_path / "run"
+    four = {**SMALL, "lease_s": 1.0, "trainer": {"group_size": 4, "tasks_per_update": 1}}
+    with serve_thread(run_dir) as first, first.client() as client:
+        client.start(four, wait=True)
+        for reward in (0.0, 1.0, 2.0):
+            client.episode("a").end(reward=reward)
+        stuck = client._control("POST", "/episodes", {"client_id": "c", "task_id": "a"})
+    with serve_thread(run_dir) as second, second.client() as client:
+        status = client.start(wait=True)
+        assert (status.pool.episodes, status.running) == (3, 0)
+        with pytest.raises(EpisodeLostError):
+            client._control("POST", f"/episodes/{stuck['episode_id']}/end", {"reward": 1.0, "outcome": "success"})
+        client._control("POST", "/episodes", {"client_id": "c", "task_id": "a"})  # stuck again
+        with client.episode("a", wait_s=10) as rest:
+            assert (rest.group_id, rest.index) == ("a#0", 3)
+            rest.end(reward=3.0)
+        wait_for_step(client, 1)
+    check_journal(run_dir)
+
+
+@pytest.mark.slow
+def test_the_status_answers_while_the_journal_of_a_long_run_is_read(tmp_path: Path) -> None:
+    """Within 100 ms, counted in CPU time between two turns of the event loop, for the machine is shared."""
+    run_dir = tmp_path / "run"
+    config = {**SMALL, "trainer": {"group_size": 2, "tasks_per_update": 128}}
+    with serve_thread(run_dir, max_context=100_000) as served, served.client() as client:
+        client.start(config, wait=True)
+        with client.episode("t#0") as episode:
+            for number in range(10):
+                episode.chat([{"role": "user", "content": f"{number}" * 5000}], max_tokens=4)
+            episode.end(reward=1.0)
+    multiply_episodes(run_dir, num_open=255, num_trained=50_000)
+    with serve_thread(run_dir) as served, served.client() as client:
+        assert served.front is not None
+        engine = served.front.engine
+        started_s = time.process_time()
+        client.start()
+        longest_turn = asyncio.run_coroutine_threadsafe(longest_turn_s(engine), engine.journal._loop)
+        states = []
+        while (status := client.status()).state is EngineState.BOOTING:
+            states.append(status.state)
+        assert (status.state, status.pool.episodes) == (EngineState.ROLLING, 255)
+        print(
+            f"longest {longest_turn.result(10):.3f} s of {time.process_time() - started_s:.3f} s, {len(states)} answers"
+        )
+        assert longest_turn.result() < 0.1
+        assert len(states) > 10
+
+
+async def longest_turn_s(engine: Engine) -> float:
+    """CPU time of this process between two turns of its event loop, at most, while an engine boots."""
+    longest_s, last_s = 0.0, time.process_time()
+    while engine.state is EngineState.BOOTING:
+        await asyncio.sleep(0.001)
+        now_s = time.process_time()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    return longest_s
+
+
+def multiply_episodes(run_dir: Path, num_open: int, num_trained: int) -> None:
+    """Make of a journal's one completed episode many: some of the open batch, and more of earlier batches."""
+    database = sqlite3.connect(run_dir / "journal.db")
+    names = [name for _, name, *_ in database.execute("PRAGMA table_info(episodes)")]
+    ((*values,),) = database.execute("SELECT * FROM episodes").fetchall()
+    first = dict(zip(names, values, strict=True))
+    record = zlib.decompress(first["record"])
+
+    def copies() -> Iterator[tuple[Any, ...]]:
+        for number in range(1, num_open + num_trained):
+            episode_id, group = f"e{number:024x}", number // 2
+            is_open = number < num_open
+            changed = record.replace(first["episode_id"].encode(), episode_id.encode()) if is_open else b"{}"
+            row = first | {
+                "episode_id": episode_id,
+                "group_id": f"t#{group}",
+                "position": group + 1,
+                "place": number % 2,
+                "step": None if is_open else 1,
+                "record": zlib.compress(changed, 1),
+            }
+            yield tuple(row.values())
+
+    with database:
+        database.executemany(f"INSERT INTO episodes VALUES ({', '.join('?' * len(names))})", copies())
+    database.close()
 
 
 # Failures

@@ -285,10 +285,3 @@ def test_the_shipped_tokenizer_is_read_as_transformers_reads_it() -> None:
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert list(ours) == expected
         assert codec.show(ours) == theirs.decode(expected)
-
-
-def test_front_and_trainer_mean_the_same_file_by_a_checkpoints_manifest() -> None:
-    from swarm_engine.server import engine
-    from swarm_engine.trainer import checkpoints
-
-    assert engine.MANIFEST == checkpoints.MANIFEST

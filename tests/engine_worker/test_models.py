@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_model import build_tiny_model
 
@@ -77,6 +78,42 @@ def test_a_saved_policy_is_read_by_transformers_and_by_us_alike(tiny: LoadedPoli
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(theirs.model.layers[1].self_attn.k_proj.weight, again.model.blocks[1].qkv[96:192])
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_export_is_the_model_in_transformers(variant: str, tmp_path: Path) -> None:
+    """Weights that training moved, in every architecture, with the tokenizer and its chat template."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    start = build_tiny_model(tmp_path / "start", **VARIANTS[variant])
+    policy = load_policy(start)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+    (export := tmp_path / "export").mkdir()
+    save_policy(policy, export)
+
+    theirs, loading = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert theirs.dtype == torch.float32
+    with torch.no_grad():
+        expected = theirs.eval()(TOKENS).logits
+        difference = (logits(policy.model, TOKENS) - expected).abs().max().item()
+    assert difference < 1e-5 * expected.abs().max().item()
+
+    with safe_open(export / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        names = file.keys()
+    assert ("lm_head.weight" in names) == (policy.model.head is not None)
+    config = json.loads((export / "config.json").read_text())
+    assert (config["torch_dtype"], config["architectures"]) == ("float32", policy.config_json["architectures"])
+    assert theirs.generation_config.eos_token_id == [2]
+    messages = [{"role": "user", "content": "Your move?"}]
+    ours, before = (AutoTokenizer.from_pretrained(folder) for folder in (export, start))
+    prompt = ours.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert prompt == before.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours.decode(prompt) == "<|im_start|>user\nYour move?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_every_end_id_of_the_generation_config_ends_a_reply(tmp_path: Path) -> None:

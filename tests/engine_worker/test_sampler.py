@@ -180,6 +180,7 @@ def test_a_prefix_taken_from_a_running_request_survives_the_growth_it_causes(
 
 
 def test_new_weights_serve_no_old_prefix_and_go_on_with_what_runs(tiny: LoadedPolicy) -> None:
+    """B115."""
     sampler = SlotSampler(tiny.model, NO_END)
     prompt = words(1, 40)
     run(sampler, [generate("old", prompt, 4)])

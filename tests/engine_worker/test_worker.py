@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from episodes import conversations
+from episodes import call, conversations, episode
 from pydantic import ValidationError
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
 
 from swarm_engine import worker
-from swarm_engine.errors import ModelError, WorkerError
+from swarm_engine.errors import CheckpointError, ModelError, WorkerError
 from swarm_engine.models.loading import LoadedPolicy, load_policy
 from swarm_engine.protocol import (
     Boot,
@@ -30,6 +30,7 @@ from swarm_engine.protocol import (
     Update,
     Updated,
 )
+from swarm_engine.trainer.scoring import Row, score
 from swarm_engine.types import BatchRecord, FinishReason, SamplingParams
 from swarm_engine.worker import Engine, check_agreement
 
@@ -160,6 +161,56 @@ def test_a_boot_that_cannot_be_is_refused(
         Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path)))
 
 
+def test_checkpoints_of_another_run_end_the_boot(tiny_dir: Path, tmp_path: Path) -> None:
+    """B117."""
+    boot(tiny_dir, tmp_path).save(Save())
+    config = {"policies": {"policy": {"model": "tiny"}}}
+    with pytest.raises(CheckpointError, match="step-000000 was made by another run"):
+        Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path / "checkpoints"), "other"))
+
+
+def test_the_sampler_follows_every_update_and_the_reward_rises(tiny_dir: Path, tmp_path: Path) -> None:
+    """B114: the sampler samples from the weights that were trained, under a version that rises by one an update."""
+    trainer = {"learning_rate": 1e-2}
+    config = {"policies": {"policy": {"model": "tiny"}}, "num_threads": 1, "trainer": trainer}
+    engine = Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path / "checkpoints")))
+    prompt, means = (5, 6, 7), []
+    for step in range(1, 11):
+        replies = sample(engine, prompt, count=32, seed=100 * step)
+        calls = [
+            call(prompt, ids, logprobs, policy_versions=(step - 1,) * len(ids)) for ids, logprobs, _ in replies.values()
+        ]
+        rewards = [sum(token < 450 for token in one.completion_ids) / len(one.completion_ids) for one in calls]
+        means.append(sum(rewards) / len(rewards))
+        for ids, logprobs, version in replies.values():
+            assert version == step - 1
+            row = Row(prompt + ids, tuple(range(len(prompt), len(prompt + ids))), (1.0,) * len(ids))
+            with torch.no_grad():
+                trained = score(engine.policy.model, [row]).logprobs_N.tolist()
+            assert max(abs(a - b) for a, b in zip(logprobs, trained, strict=True)) < 1e-3
+        batch = tuple(
+            episode(f"{step}-{place}", [one], reward)
+            for place, (one, reward) in enumerate(zip(calls, rewards, strict=True))
+        )
+        engine.update(Update(BatchRecord(step, tuple(one.episode_id for one in batch), 0), batch))
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.1, means
+
+
+def sample(
+    engine: Engine, prompt: tuple[int, ...], count: int, seed: int
+) -> dict[str, tuple[tuple[int, ...], tuple[float, ...], int]]:
+    """Token ids, log-probabilities and policy version of some replies."""
+    answers: list[object] = []
+    for number in range(count):
+        params = SamplingParams(6, seed=seed + number)
+        answers += engine.generate(Generate(str(number), "policy", prompt, params, is_streamed=False))
+    while not engine.sampler.is_idle:
+        answers += engine.sampler.step()
+    return {
+        one.request_id: (one.token_ids, one.logprobs, one.policy_version) for one in answers if isinstance(one, Sampled)
+    }
+
+
 def test_a_worker_that_cannot_boot_says_why_and_ends(tiny_dir: Path, tmp_path: Path) -> None:
     with WorkerProcess(tmp_path) as front:
         front.send(Boot({"policies": {"policy": {"model": "nowhere"}}}, str(tiny_dir.parent), str(tmp_path)))
@@ -182,7 +233,7 @@ def test_batches_come_in_order_and_never_to_a_frozen_policy(tiny_dir: Path, tmp_
 def test_a_checkpoint_that_cannot_be_written_is_an_answer_and_not_an_end(tiny_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where a folder should be")
     engine = boot(tiny_dir, tmp_path)
-    saved = engine.save()
+    saved = engine.save(Save())
     assert (saved.step, saved.path) == (0, None)
     assert "older checkpoints stand" in (saved.error or "")
     engine.update(update(1))

@@ -1,0 +1,28 @@
+"""The learning rate of an update, from its number alone, so that a run that goes on has no state to restore."""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+from swarm_engine.config import Schedule, TrainerConfig
+
+
+def learning_rate(config: TrainerConfig, step: int) -> float:
+    """The rate of the update that makes the weights of `step`, which is 1 for the first.
+
+    Skipped updates count too, for the step numbers batches.
+    """
+    if step <= config.warmup_updates:
+        return config.learning_rate * step / (config.warmup_updates + 1)
+    span = max(1, config.total_updates - config.warmup_updates)
+    progress = min(1.0, (step - 1 - config.warmup_updates) / span)
+    match config.lr_schedule:
+        case Schedule.CONSTANT:
+            return config.learning_rate
+        case Schedule.LINEAR:
+            return config.learning_rate * (1 - progress)
+        case Schedule.COSINE:
+            return config.learning_rate * (1 + math.cos(math.pi * progress)) / 2
+        case _:
+            assert_never(config.lr_schedule)
