@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,13 @@ LIMIT = 1e-9
 """Largest relative difference of losses and of gradients in float64."""
 CLIPS = {"clip_low": 0.3, "clip_high": 3.0}
 LOSS_LENGTH = 7
+
+TRAJECTORIES = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "trajectories.py"))
+SHAPES = {
+    *("react x8", "drift x8", "group x8", "thinking x8", "agents x8"),
+    *("thinking agents x8", "compaction x8", "wide group x16"),
+}
+SHAPE_SCALE, VOCABULARY = 0.02, 900
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +95,25 @@ def odd_batch() -> list[Episode]:
     return batch
 
 
+def shaped_batch(name: str) -> list[Episode]:
+    """A group of two episodes in the shape of one of the benchmarks' sets, short."""
+    draw = random.Random(name)
+    write, _ = TRAJECTORIES["SETS"][name]
+    batch = []
+    for number, turns in enumerate(TRAJECTORIES["group"](name, write, 2, SHAPE_SCALE).episodes):
+        calls = [
+            call(
+                [token % VOCABULARY for token in turn.context],
+                [token % VOCABULARY for token in turn.reply],
+                [draw.uniform(-8.0, -5.0) for _ in turn.reply],
+                call_id=f"{number}-{index}",
+            )
+            for index, turn in enumerate(turns)
+        ]
+        batch.append(episode(f"e{number}", calls, (0.9, -0.4)[number]))
+    return batch
+
+
 @dataclass
 class PaperSample:
     """One agent's tokens in one episode; the tensors are of its trained tokens in order, of shape (n,)."""
@@ -111,13 +138,10 @@ def read_paper(model: Decoder, reference: Decoder, batch: Sequence[Episode]) -> 
                     continue
                 tokens = torch.tensor([one.prompt_ids + one.completion_ids])
                 places = torch.arange(tokens.shape[1])
+                logits = [some.logits(some.hidden(tokens, places, attend_causally))[0] for some in (model, reference)]
                 for offset, token in enumerate(one.completion_ids):
                     at = len(one.prompt_ids) + offset - 1
-                    rows = []
-                    for some in (model, reference):
-                        logits = some.logits(some.hidden(tokens, places, attend_causally))[0, at] / one.temperature
-                        rows.append(logits.log_softmax(-1))
-                    policy, anchor = rows
+                    policy, anchor = ((rows[at] / one.temperature).log_softmax(-1) for rows in logits)
                     told = torch.tensor(one.logprobs[offset], dtype=torch.float64)
                     entropy = -(policy.exp() * policy).sum()
                     for column, value in zip(columns, (policy[token], told, anchor[token], entropy), strict=True):
@@ -211,13 +235,14 @@ def settings(algorithm: Algorithm, aggregation: Aggregation, **changes: Any) -> 
     return {"algorithm": algorithm, "aggregation": aggregation, **clips, **length, **changes}
 
 
-def check_exactness(policy_dir: Path, cases: Sequence[dict[str, Any]], sizes: Sequence[int]) -> None:
+def check_exactness(
+    policy_dir: Path, batch: Sequence[Episode], cases: Sequence[dict[str, Any]], sizes: Sequence[int]
+) -> None:
     reference, model = load_policy(policy_dir, torch.float64).model, load_policy(policy_dir, torch.float64).model
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.01)
-    batch = odd_batch()
     samples = read_paper(model, reference, batch)
     for case in cases:
         on_paper = paper_loss(TrainerConfig(**case), samples)
@@ -236,7 +261,15 @@ def check_exactness(policy_dir: Path, cases: Sequence[dict[str, Any]], sizes: Se
 def test_loss_and_gradient_are_those_on_paper_for_every_algorithm_aggregation_and_merge(
     policy_dir: Path, algorithm: Algorithm
 ) -> None:
-    check_exactness(policy_dir, [settings(algorithm, aggregation) for aggregation in Aggregation], (24, 4096))
+    check_exactness(policy_dir, odd_batch(), [settings(algorithm, one) for one in Aggregation], (24, 4096))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_so_they_are_for_every_shape_of_trajectory(policy_dir: Path, name: str) -> None:
+    """Linear turns, drift, one prompt, thoughts that leave history, a log of five agents, compaction with retries."""
+    cases = [settings(algorithm, aggregation) for algorithm in Algorithm for aggregation in Aggregation]
+    check_exactness(policy_dir, shaped_batch(name), cases, (64,))
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.GSPO, Algorithm.CISPO, Algorithm.DAPO])
@@ -254,7 +287,7 @@ def test_what_is_added_to_an_algorithm_is_exact_too(
     policy_dir: Path, algorithm: Algorithm, changes: dict[str, Any]
 ) -> None:
     aggregations = (Aggregation.TOKEN_MEAN, Aggregation.SEQUENCE_MEAN)
-    check_exactness(policy_dir, [settings(algorithm, one, **changes) for one in aggregations], (1,))
+    check_exactness(policy_dir, odd_batch(), [settings(algorithm, one, **changes) for one in aggregations], (1,))
 
 
 # By hand: two samples, the first of two tokens with reward 1, the second of one token with reward 0.
