@@ -34,6 +34,7 @@ def series(num: int = 30, last: int = 5, **changes: float | None) -> list[dict[s
 def test_a_healthy_run_and_a_short_one_have_no_warnings() -> None:
     assert warnings_of(series()) == []
     assert warnings_of([]) == []
+    assert warnings_of(series(9, entropy=0.05)) == [], "start and end would overlap"
     assert warnings_of(series(3, last=3, entropy=0.0, kl_sampling=9.0, grad_norm=99.0)) == []
 
 

@@ -187,6 +187,14 @@ def test_every_sample_is_in_one_minibatch_of_every_epoch(num: int, epochs: int, 
         assert max(map(len, some)) - min(map(len, some)) <= 1
 
 
+def test_every_epoch_and_every_seed_cuts_anew() -> None:
+    batch = [episode(f"e{place}", [call([5], [7])], float(place)) for place in range(16)]
+    samples = make_samples(batch, TrainerConfig(), 0)
+    one, other = (list(plan_steps(samples, 2, 4, seed)) for seed in (0, 1))
+    assert one[:4] != one[4:]
+    assert one[:4] != other[:4]
+
+
 def test_a_minibatch_that_teaches_nothing_takes_no_step(tiny: LoadedPolicy) -> None:
     pair = [episode(f"e{place}", [call([5], [7 + place])], float(place)) for place in range(2)]
     flat = [episode(f"f{place}", [call([5], [7 + place])], 1.0, group_id="flat") for place in range(6)]
@@ -195,17 +203,22 @@ def test_a_minibatch_that_teaches_nothing_takes_no_step(tiny: LoadedPolicy) -> N
     assert trainer.optimizer.num_steps == 2
 
 
-def test_a_loss_that_is_not_finite_takes_no_step_even_if_its_gradient_is(tiny: LoadedPolicy) -> None:
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_loss_or_a_gradient_that_is_not_finite_takes_no_step_though_the_other_is(
+    tiny: LoadedPolicy, what: str
+) -> None:
     trainer = Trainer(tiny.model, TrainerConfig())
     finite = trainer.method.objective
 
     def endless(tokens: Tokens, knobs: Knobs) -> Objective:
         found = finite(tokens, knobs)
-        return replace(found, values_N=found.values_N + math.inf)
+        steep_N = (tokens.policy_N - tokens.policy_N.detach()).sqrt()  # 0, and its derivative is infinite
+        return replace(found, values_N=found.values_N + (math.inf if what == "loss" else steep_N))
 
     trainer.method = replace(trainer.method, objective=endless)
     metrics = update(trainer, conversations(1)).metrics
-    assert (metrics["skipped"], metrics["nonfinite_loss"], metrics["nonfinite_gradient"]) == (1, 1, 0)
+    assert (metrics["skipped"], trainer.optimizer.num_steps) == (1, 0)
+    assert (metrics["nonfinite_loss"], metrics["nonfinite_gradient"]) == (what == "loss", what == "gradient")
 
 
 def test_one_step_that_is_not_finite_does_not_spoil_the_others(tiny: LoadedPolicy) -> None:

@@ -355,6 +355,7 @@ def test_a_batch_of_uniform_groups_leaves_every_bit_of_the_weights(tiny: LoadedP
     assert fingerprint(tiny.model) == before
     assert (trainer.optimizer.num_steps, trainer.step) == (steps, 2)
     assert result.drops == {"zero_variance": 4}
+    assert result.metrics["num_computed_tokens"] == 0
     assert (result.metrics["skipped"], result.metrics["zero_variance_groups"]) == (1, 1)
     assert result.metrics["loss"] is None
     assert result.metrics["grad_norm"] is None
