@@ -26,6 +26,8 @@ EPISODES_WITHOUT_LOSS = {
     "zero_variance": "in groups of equal reward",
     "untrained": "without a reply to train",
     "alone": "alone in their group",
+    "stale": "sampled by weights that are too old",
+    "unrewarded": "without a reward above zero",
 }
 """The trainer's drops in words. The other drops of a step are of episodes that came into no batch."""
 
@@ -93,8 +95,8 @@ def why_nothing_trained(metrics: Mapping[str, float | None], drops: Mapping[str,
     """
     if not metrics.get("skipped"):
         return None
-    if metrics.get("nonfinite_gradient"):
-        return "nothing trained: the gradient was not finite"
+    if metrics.get("nonfinite_gradient") or metrics.get("nonfinite_loss"):
+        return "nothing trained: loss or gradient was not finite"
     reasons = [
         _counted(drops[drop], "episode", said) for drop, said in EPISODES_WITHOUT_LOSS.items() if drops.get(drop)
     ]
@@ -132,6 +134,8 @@ def print_lines(client: SwarmClient, after: int) -> None:
                 if why := why_nothing_trained(metrics, event.payload["drops"]):
                     said.append(why)
                 print(", ".join([f"step {event.payload['step']}: {event.payload['seconds']:.2f} s", *said]), flush=True)
+                for message in event.payload.get("warnings", ()):
+                    print(f"  warning: {message}", flush=True)
 
 
 def watch_table(client: SwarmClient) -> None:
@@ -163,7 +167,7 @@ def watch_table(client: SwarmClient) -> None:
 
 
 def step_table(steps: Sequence[Event]) -> RenderableType:
-    """The last updates, one a row of at most 80 columns, and below them those that trained nothing."""
+    """The last updates, one a row of at most 80 columns; below them which trained nothing, and what goes wrong."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -180,4 +184,6 @@ def step_table(steps: Sequence[Event]) -> RenderableType:
         table.add_row(str(step), f"{event.payload['seconds']:.2f}", *cells)
         if why := why_nothing_trained(metrics, event.payload["drops"]):
             notes.append(Text(f"step {step}: {why}"))
+    if steps:
+        notes += [Text(f"warning: {message}") for message in steps[-1].payload.get("warnings", ())]
     return Group(table, *notes)

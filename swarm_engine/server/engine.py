@@ -31,6 +31,7 @@ from swarm_engine.errors import (
     WorkerDiedError,
 )
 from swarm_engine.folders import Checkpoint, find_checkpoints, remove_partial
+from swarm_engine.health import warnings_of
 from swarm_engine.protocol import Boot, Export, PolicyReady, Save, Saved, Update
 from swarm_engine.seeding import derive_seed
 from swarm_engine.server.auth import KeyRing
@@ -87,6 +88,8 @@ class Engine:
         """There from the beginning of a boot on."""
         self._loaded: Loaded | None = None
         """There in the states that serve."""
+        self._history: list[Mapping[str, float | None]] = []
+        """Metrics of the run's updates, from the first one on."""
         self._shown: Shown | None = None
         """Shows recorded tokens, while nothing is loaded too."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -308,6 +311,7 @@ class Engine:
         pool = Pool(config.trainer.group_size, config.trainer.tasks_per_update)
         self._shown = Shown(codec, policy.max_context)
         self._saved_step, self._save_error = booted.step, None
+        self._history = list(await asyncio.to_thread(self.journal.step_metrics))
         step = await self._replay(link, booted.step, config.trainer, codec)
         # An end that was on its way when the last engine went down is on disk before its journal is read.
         await self.journal.flush()
@@ -414,8 +418,12 @@ class Engine:
     ) -> asyncio.Future[None]:
         counted = dict(self.roster.drops + Counter(drops))
         self.roster.drops.clear()
+        self._history.append(metrics)
+        warnings = [warning.message for warning in warnings_of(self._history)]
         return self.journal.append(
-            EventWrite.of("step", step=step, metrics=dict(metrics), drops=counted, seconds=round(seconds, 6))
+            EventWrite.of(
+                "step", step=step, metrics=dict(metrics), drops=counted, seconds=round(seconds, 6), warnings=warnings
+            )
         )
 
     # Checkpoints

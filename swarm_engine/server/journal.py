@@ -452,6 +452,11 @@ class Journal:
         )
         return {int(step) for (step,) in rows}
 
+    def step_metrics(self) -> list[dict[str, float | None]]:
+        """Metrics of every update that was reported, in order; for a thread."""
+        rows = self._read("SELECT json_extract(payload, '$.metrics') FROM events WHERE kind = 'step' ORDER BY seq")
+        return [json.loads(metrics) for (metrics,) in rows]
+
     def completed_by_task(self) -> dict[str, int]:
         """Completed train episodes, by task, that a batch has taken or will take; for a thread."""
         sql = "SELECT task_id, count(*) FROM episodes WHERE mode = 'train' AND is_pooled = 1 GROUP BY task_id"

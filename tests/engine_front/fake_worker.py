@@ -65,6 +65,8 @@ class Knobs:
     """The policy's chat template; None takes the plainest."""
     fails_after: int | None = None
     """Tokens after which every reply is given up; None never."""
+    zero_variance_fraction: float | None = None
+    """What every update says of its groups."""
     replies: tuple[tuple[int, ...], ...] = ()
     """Token ids to play in order of requests instead of drawing; the end token is part of them."""
 
@@ -202,6 +204,8 @@ class Fake:
         self.weights, self.step = digest(self.weights, message), message.record.step
         rewards = [r for one in message.episodes for r in one.rewards.values() if r is not None]
         metrics = {"weights": as_metric(self.weights), "reward_mean": sum(rewards) / len(rewards), "loss": None}
+        if self.knobs.zero_variance_fraction is not None:
+            metrics["zero_variance_fraction"] = self.knobs.zero_variance_fraction
         self.send(Updated(self.step, metrics, {}))
 
     def save(self) -> None:

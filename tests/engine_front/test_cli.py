@@ -274,7 +274,8 @@ WHY_FLAT = "nothing trained: 32 episodes in groups of equal reward, 3 calls gree
         ({"skipped": 0.0, "greedy_calls": 3.0}, {"zero_variance": 8}, None),
         (FLAT.payload["metrics"], FLAT.payload["drops"], WHY_FLAT),
         ({"skipped": 1.0, "unused_retry_calls": 1.0}, {"untrained": 1}, "1 episode without a reply to train, 1 call"),
-        ({"skipped": 1.0, "nonfinite_gradient": 1.0}, {}, "nothing trained: the gradient was not finite"),
+        ({"skipped": 1.0, "nonfinite_gradient": 1.0}, {}, "nothing trained: loss or gradient was not finite"),
+        ({"skipped": 1.0, "nonfinite_loss": 1.0}, {}, "nothing trained: loss or gradient was not finite"),
         ({"skipped": 1.0}, {"lease_expired": 4}, "nothing trained"),
     ],
 )
@@ -290,6 +291,16 @@ def test_the_table_and_the_lines_of_watch_say_that_nothing_was_trained(capsys: p
     client = SimpleNamespace(events=lambda _: [FLAT])
     print_lines(cast(SwarmClient, client), 0)
     assert capsys.readouterr().out == f"step 2: 1.25 s, {WHY_FLAT}\n"
+
+
+def test_the_table_and_the_lines_of_watch_say_what_goes_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    healthy, ill = step_event(1, {}), step_event(2, {})
+    ill.payload["warnings"] = ["entropy fell"]
+    assert "warning: entropy fell" in shown(80, healthy, ill)
+    assert "warning" not in shown(80, ill, healthy), "what was wrong once may be over"
+    client = SimpleNamespace(events=lambda _: [ill])
+    print_lines(cast(SwarmClient, client), 0)
+    assert "\n  warning: entropy fell\n" in capsys.readouterr().out
 
 
 def test_the_status_of_an_engine_that_is_off_says_how_to_start_it(tmp_path: Path) -> None:

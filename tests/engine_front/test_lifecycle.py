@@ -679,3 +679,23 @@ def test_no_worker_outlives_a_front_that_was_killed(tmp_path: Path) -> None:
         causes = [event.payload["cause"] for event in client.events(follow=False) if event.kind == "state"]
         assert causes[-1] == "the server ended without stopping the engine"
         assert client.status().state is EngineState.OFFLINE
+
+
+def test_a_step_says_what_goes_wrong_over_updates_and_over_a_restart(tmp_path: Path) -> None:
+    """Five updates make a window; the first one after a restart is judged with those before it."""
+    run_dir = tmp_path / "run"
+    worker = fake_worker(run_dir, zero_variance_fraction=0.9)
+    config = {**SMALL, "trainer": {"group_size": 2, "tasks_per_update": 1}}
+    with serve_thread(run_dir, worker=worker) as served, served.client() as client:
+        client.start(config, wait=True)
+        for step in range(1, 6):
+            play(client, f"t{step}")
+            wait_for_step(client, step)
+        client.stop()
+    with serve_thread(run_dir, worker=worker) as served, served.client() as client:
+        client.start(wait=True)
+        play(client, "t6")
+        wait_for_step(client, 6)
+        warnings = [event.payload["warnings"] for event in client.events(follow=False) if event.kind == "step"]
+    assert [len(some) for some in warnings] == [0, 0, 0, 0, 1, 1]
+    assert warnings[-1][0].startswith("90% of the groups got one reward for all episodes")

@@ -8,8 +8,8 @@ import pytest
 from episodes import conversations
 
 from swarm_engine.config import TrainerConfig
+from swarm_engine.health import Ill, Limits, warnings_of
 from swarm_engine.models.loading import LoadedPolicy
-from swarm_engine.trainer.health import Ill, Limits, warnings_of
 from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord
 
