@@ -29,8 +29,8 @@ from swarm_engine.server.roster import episode_records
 from swarm_engine.types import BatchRecord, EngineState
 from swarm_engine.worker import Engine
 
-NUM_STEPS = 20
-NUM_KILLS = 14
+NUM_STEPS = 10
+NUM_KILLS = 5
 CONFIG: dict[str, Any] = {
     "seed": 3,
     "num_threads": 1,
