@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from rows import Row, show, show_promises, write_rows
-from trajectories import SETS, VOCAB_SIZE, Batch, group
+from trajectories import NAMES, SETS, VOCAB_SIZE, Batch, batch_of
 
 from experiments_db.intervals import Interval
 from swarm_engine.config import Merge
@@ -77,6 +77,7 @@ MIN_REPETITIONS, NUM_DRAWS = 3, 4000
 MAX_MEMORY_SHARE = 1 / 3
 MAX_TRIE_S = 1.0
 QUICK_SETS = ("react x1", "thinking x1", "compaction x1", "wide group x16")
+DEFAULT_SETS = (*SETS, "recorded")
 MEMORY_SETS = ("react x1", "thinking x1", "compaction x1")
 
 
@@ -358,7 +359,9 @@ def main() -> int:
     """Run it; the exit code says nothing about the promises, the last lines do."""
     parser = argparse.ArgumentParser(description="What is shared context worth?")
     parser.add_argument("--quick", action="store_true", help="show within a minute that it runs")
-    parser.add_argument("--sets", nargs="+", choices=SETS, metavar="NAME", help=f"of {', '.join(SETS)}; default all")
+    parser.add_argument(
+        "--sets", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}; default all but the last"
+    )
     parser.add_argument("--model", choices=("small", "nano"), default="small")
     parser.add_argument("--scale", type=float, default=0.25, help="of all lengths")
     parser.add_argument("--repetitions", type=int, default=7)
@@ -370,10 +373,9 @@ def main() -> int:
     rows = list(trie_rows(is_quick=args.quick))
     print(LEGEND, *map(show, rows), sep="\n", flush=True)
     kept = [(row.value < MAX_TRIE_S, f"{row.case}: {row.value:.2f} s, below {MAX_TRIE_S:.0f} s") for row in rows]
-    for name in args.sets or (QUICK_SETS if args.quick else SETS):
-        episode, size = SETS[name]
+    for name in args.sets or (QUICK_SETS if args.quick else DEFAULT_SETS):
         # The bad case is one by its proportions, so its lengths stay.
-        batch = group(name, episode, size, 1.0 if name.startswith("wide") and not args.quick else scale)
+        batch = batch_of(name, 1.0 if name.startswith("wide") and not args.quick else scale)
         found = measure(model, batch, num_repetitions)
         for row in rows_of(found, is_quick=args.quick):
             rows.append(row)

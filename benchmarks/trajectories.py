@@ -1,15 +1,20 @@
-"""Batches of agents' calls, made up in the shapes that real ones have. A call is a context and the reply to it.
+"""Batches of agents' calls, made up in the shapes that real ones have, and one recorded from agents of six frameworks.
 
-Lengths are those of a full-size batch; `scale` shrinks them all. In a group of eight the episodes share their prompt,
-and each answer's first few tokens with the others of its call.
+A call is a context and the reply to it. Made-up lengths are those of a full-size batch; `scale` shrinks them all. In a
+group of eight the episodes share their prompt, and each answer's first few tokens with the others of its call. The
+recording stays as long as it is; scripts/record_trajectories.py made it and says what it holds.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+RECORDING = Path(__file__).with_name("recorded.json.gz")
 VOCAB_SIZE = 4096
 NUM_TURNS = 12
 PROMPT, ANSWER, OBSERVATION = 1500, 90, 60
@@ -192,3 +197,35 @@ SETS: dict[str, tuple[Episode, int]] = {
     "compaction x8": (compaction, 8),
     "wide group x16": (wide_group, 16),
 }
+RECORDED = {"recorded": 1, "recorded x4": 4}
+"""Sets of the recording, and how many episodes of each framework they have. The larger has a million tokens."""
+NAMES = (*SETS, *RECORDED)
+
+
+def batch_of(name: str, scale: float) -> Batch:
+    """A set by its name; no scale changes a recorded one."""
+    if name in RECORDED:
+        groups = read_recording(RECORDING)
+        return Batch(name, [turns for episodes in groups for turns in episodes[: RECORDED[name]]])
+    return group(name, *SETS[name], scale)
+
+
+def read_recording(path: Path) -> list[list[list[Turn]]]:
+    """The calls by framework and episode; ids are folded where the tokenizer had more of them than we have here."""
+    groups = []
+    for written in json.loads(gzip.decompress(path.read_bytes()))["groups"]:
+        earlier: list[Tokens] = []
+        episodes = []
+        for calls in written["episodes"]:
+            turns = []
+            for call in calls:
+                number, length = call["shares"] or (0, 0)
+                shared = earlier[number][:length] if length else ()
+                context = shared + tuple(token % VOCAB_SIZE for token in call["context"])
+                reply = tuple(token % VOCAB_SIZE for token in call["reply"])
+                known = call["continues"]
+                turns.append(Turn(context, reply, known and (known[0], known[1])))
+                earlier.append(context + reply)
+            episodes.append(turns)
+        groups.append(episodes)
+    return groups
