@@ -1,11 +1,11 @@
 """What is shared context worth? Forward and backward over the same calls, merged in every way there is.
 
     python benchmarks/merging.py [--quick] [--sets NAME …] [--model small|nano] [--scale 0.25] [--repetitions 7]
-                                 [--json FILE]
+                                 [--max-tokens 16384] [--json FILE]
 
-For each set of trajectories.py and each mode: tokens computed, CPU time of one thread, peak memory above start. Ratios
-are of medians over interleaved repetitions, with a bootstrap interval over these; beside them stands the limit that
-the floating-point operations alone would allow. Modes:
+For each set of trajectories.py and each mode: tokens computed, CPU time of one thread, peak memory above start (in a
+process of its own). Ratios are of medians over interleaved repetitions, with a bootstrap interval over these; beside
+them stands the limit that the floating-point operations alone would allow. Modes:
 
 - `padded`: calls of alike length side by side, with padding;
 - `packed`: calls one after the other in rows without padding, nothing shared;
@@ -13,8 +13,9 @@ the floating-point operations alone would allow. Modes:
 - `text`: the same where the messages continue each other and the tokens may differ, so its gradients are others;
 - `tree`: every distinct prefix once.
 
-The model is a Qwen3 of hidden size 256 with 6 layers and random weights, or nano. Every mode has the same kernels, the
-same output head on the tokens with a loss alone, and the same bound on tokens at once.
+The model is a Qwen3 of hidden size 256 with 6 layers and random weights, or nano, into whose vocabulary the token ids
+are folded. Every mode has the same kernels, the same output head on the tokens with a loss alone, and the same bound on
+tokens at once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -62,10 +64,8 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 LEGEND = """\
-set, what, value [95% t-interval] unit, n = repetitions. "MODE / tree" is how many times as long MODE takes; its limit
-is that of the floating-point operations alone. CPU times are medians."""
-MAX_TOKENS = 16384
-"""At once, in every mode."""
+model and scale of all lengths, set, what, value [95% bootstrap interval] unit, n = repetitions. "MODE / tree" is how
+many times as long MODE takes; its limit is that of the floating-point operations alone. CPU times are medians."""
 MIN_SHARE_OF_LIMIT, MIN_UNIQUE = 0.9, 5000
 """What is promised of the tree against the limit, and from how many distinct tokens on."""
 MIN_AGAINST_PACKED = {"react x8": 10.0, "compaction x8": 7.0, "thinking x8": 5.0}
@@ -95,14 +95,39 @@ EXACT = set(Mode) - {Mode.TEXT}
 """Those that compute the same loss."""
 
 
-def timelines_of(batch: Batch) -> list[list[Timeline]]:
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is the same for all sets."""
+
+    model: str
+    """`small` or `nano`."""
+    scale: float
+    """Of all lengths."""
+    max_tokens: int
+    """At once, in every mode."""
+    is_quick: bool
+
+    def load(self) -> Decoder:
+        """The model."""
+        return small_model() if self.model == "small" else nano_model()
+
+    def batch(self, name: str) -> Batch:
+        """A set. The bad case is one by its proportions, so its lengths stay."""
+        return batch_of(name, 1.0 if name.startswith("wide") and not self.is_quick else self.scale)
+
+    def case(self, name: str) -> str:
+        """What a row of a set is called."""
+        return f"{self.model} {self.scale:g}, {name}"
+
+
+def timelines_of(batch: Batch, vocab_size: int) -> list[list[Timeline]]:
     """Every call as a timeline of its own, by episode."""
     return [
         [
             Timeline(
                 policy="policy",
                 agent="main",
-                tokens=turn.context + turn.reply,
+                tokens=tuple(token % vocab_size for token in turn.context + turn.reply),
                 spans=(
                     Span(
                         start=len(turn.context),
@@ -120,20 +145,20 @@ def timelines_of(batch: Batch) -> list[list[Timeline]]:
     ]
 
 
-def plan(batch: Batch, mode: Mode) -> list[Unit]:
+def plan(batch: Batch, mode: Mode, vocab_size: int, max_tokens: int) -> list[Unit]:
     """What a mode computes, unit by unit."""
     how = {Mode.TOKEN: Merge.TOKEN, Mode.TEXT: Merge.TEXT}.get(mode, Merge.NONE)
-    merged = [line for lines in timelines_of(batch) for line in merge(lines, how)]
+    merged = [line for lines in timelines_of(batch, vocab_size) for line in merge(lines, how)]
     rows = [row_of(line) for line in merged]
     match mode:
         case Mode.PADDED:
-            return plan_units(rows, Merge.NONE, MAX_TOKENS)
+            return plan_units(rows, Merge.NONE, max_tokens)
         case Mode.TREE:
-            return plan_units(rows, Merge.TREE, MAX_TOKENS)
+            return plan_units(rows, Merge.TREE, max_tokens)
         case Mode.PACKED | Mode.TOKEN | Mode.TEXT:
             return [
-                Overlaid(tuple(places), Tree.of([rows[place] for place in places], lay_apart), MAX_TOKENS)
-                for places in bins([row.num_computed for row in rows], MAX_TOKENS)
+                Overlaid(tuple(places), Tree.of([rows[place] for place in places], lay_apart), max_tokens)
+                for places in bins([row.num_computed for row in rows], max_tokens)
             ]
 
 
@@ -180,7 +205,7 @@ def small_model() -> Decoder:
 
 
 def nano_model() -> Decoder:
-    """The embedded one; token ids are folded into its vocabulary."""
+    """The embedded one."""
     return load_policy(resolve("nano-tictactoe", Path("no-model-root"))).model
 
 
@@ -223,6 +248,23 @@ def shape_of(unit: Unit) -> tuple[Sequence[Node], int]:
     return [Node(0, width, width)] * len(unit.rows), sum(len(row.targets) for row in unit.rows)
 
 
+def memory_of(setting: Setting, name: str, mode: Mode) -> float | None:
+    """Highest memory of a set in one mode above start, in MiB, in a process of its own; --quick leaves it out."""
+    if setting.is_quick:
+        return None
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measure_memory, (setting, name, mode))
+
+
+def _measure_memory(setting: Setting, name: str, mode: Mode) -> float | None:
+    torch.set_num_threads(1)
+    model = setting.load()
+    vocab_size = model.config.vocab_size
+    for warm_up in (Mode.PADDED, Mode.TREE):  # what libraries set up at their first use is not the batch's
+        compute(model, plan(batch_of("react x1", 0.02), warm_up, vocab_size, setting.max_tokens))
+    return peak_memory(model, plan(setting.batch(name), mode, vocab_size, setting.max_tokens))
+
+
 def peak_memory(model: Decoder, units: Sequence[Unit]) -> float | None:
     """Highest memory of this process above start, in MiB; None where the system does not tell."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -252,7 +294,8 @@ def field_of(status: Path, name: str) -> int:
 class Measured:
     """One set in every mode."""
 
-    batch: Batch
+    name: str
+    case: str
     units: dict[Mode, list[Unit]]
     times_s: dict[Mode, list[float]]
     memory: dict[Mode, float | None]
@@ -279,25 +322,17 @@ class Measured:
         return self.flops[mode] / self.flops[Mode.TREE]
 
 
-def measure(model: Decoder, batch: Batch, num_repetitions: int) -> Measured:
-    """Compute a batch in every mode, turn by turn."""
-    units = {mode: plan(batch, mode) for mode in Mode}
-    for some in units.values():
-        fold(some, model.config.vocab_size)
-    memory = {mode: peak_memory(model, units[mode]) for mode in Mode}
+def measure(setting: Setting, model: Decoder, name: str, num_repetitions: int) -> Measured:
+    """Compute a set in every mode, turn by turn."""
+    batch = setting.batch(name)
+    units = {mode: plan(batch, mode, model.config.vocab_size, setting.max_tokens) for mode in Mode}
     times: dict[Mode, list[float]] = {mode: [] for mode in Mode}
     for number in range(num_repetitions):
         for mode in Mode if number % 2 == 0 else reversed(Mode):
             times[mode].append(compute(model, units[mode]))
-    return Measured(batch, units, times, memory, {mode: flops(model, units[mode]) for mode in Mode})
-
-
-def fold(units: Sequence[Unit], vocab_size: int) -> None:
-    """Bring token ids into a smaller vocabulary; what is shared stays shared."""
-    for unit in units:
-        if isinstance(unit, Overlaid):
-            np.mod(unit.tree.trie.tokens_U, vocab_size, out=unit.tree.trie.tokens_U)
-            unit.tree.targets.labels_N.remainder_(vocab_size)
+    memory = {mode: memory_of(setting, name, mode) for mode in Mode}
+    operations = {mode: flops(model, units[mode]) for mode in Mode}
+    return Measured(name, setting.case(name), units, times, memory, operations)
 
 
 def trie_rows(*, is_quick: bool) -> Iterator[Row]:
@@ -320,7 +355,7 @@ def trie_rows(*, is_quick: bool) -> Iterator[Row]:
 
 def rows_of(found: Measured, *, is_quick: bool) -> Iterator[Row]:
     """Everything of one set."""
-    name = found.batch.name
+    name = found.case
     for mode in Mode:
         times, memory = found.times_s[mode], found.memory[mode]
         n = len(times)
@@ -336,7 +371,7 @@ def rows_of(found: Measured, *, is_quick: bool) -> Iterator[Row]:
 
 def promises(found: Measured) -> Iterator[tuple[bool, str]]:
     """What is promised of one set, each with whether it is kept."""
-    name = found.batch.name
+    name = found.name
     packed = found.ratio(Mode.PACKED).mean
     share = packed / found.limit(Mode.PACKED)
     if found.num_tokens(Mode.TREE) >= MIN_UNIQUE:
@@ -365,18 +400,21 @@ def main() -> int:
     parser.add_argument("--model", choices=("small", "nano"), default="small")
     parser.add_argument("--scale", type=float, default=0.25, help="of all lengths")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--max-tokens", type=int, default=16384, help="at once, in every mode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = small_model() if args.model == "small" else nano_model()
-    scale, num_repetitions = (0.05, 1) if args.quick else (args.scale, args.repetitions)
+    setting = Setting(args.model, 0.05 if args.quick else args.scale, args.max_tokens, args.quick)
+    model, num_repetitions = setting.load(), 1 if args.quick else args.repetitions
     rows = list(trie_rows(is_quick=args.quick))
     print(LEGEND, *map(show, rows), sep="\n", flush=True)
     kept = [(row.value < MAX_TRIE_S, f"{row.case}: {row.value:.2f} s, below {MAX_TRIE_S:.0f} s") for row in rows]
     for name in args.sets or (QUICK_SETS if args.quick else DEFAULT_SETS):
-        # The bad case is one by its proportions, so its lengths stay.
-        batch = batch_of(name, 1.0 if name.startswith("wide") and not args.quick else scale)
-        found = measure(model, batch, num_repetitions)
+        longest = max(len(turn.context + turn.reply) for turns in setting.batch(name).episodes for turn in turns)
+        if longest > model.config.max_context:
+            print(f"{name}: left out, a call has {longest} tokens and the model takes {model.config.max_context}")
+            continue
+        found = measure(setting, model, name, num_repetitions)
         for row in rows_of(found, is_quick=args.quick):
             rows.append(row)
             print(show(row), flush=True)
