@@ -107,6 +107,8 @@ class ChatCodec:
             r"\s*".join(re.escape(part).replace(ANY, r'[^\s"<>\[\]]*') for part in ["", *closing.split()])
         )
 
+        self._shows_reply_names = self._tells_names_of_replies()
+
     @staticmethod
     def load(folder: Path, end_ids: Sequence[int], now: datetime) -> ChatCodec:
         """The codec of a model folder, proved on a probe.
@@ -207,6 +209,28 @@ class ChatCodec:
             raise UnsupportedError(
                 "the model's chat template has no place for tool calls", "write them into the content", param="messages"
             )
+
+    def _tells_names_of_replies(self) -> bool:
+        first, reply, last = PROBE
+        try:
+            named = self.template.render([first, {**reply, "name": "probe"}, last], add_generation_prompt=True)
+            return named != self.template.render(PROBE, add_generation_prompt=True)
+        except BadRequestError:
+            return True
+
+    def without_labels(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Messages without the names of replies, where the template does not show them.
+
+        Some frameworks label every reply that they send back with their agent's name; the model reads none of it.
+        """
+        if self._shows_reply_names:
+            return tuple(messages)
+        return tuple(
+            {key: value for key, value in message.items() if key != "name"}
+            if message["role"] == "assistant" and "name" in message
+            else message
+            for message in messages
+        )
 
     def protect(self, message: Message) -> Message:
         """The message in the shape this template takes, with every text broken that spells a control token."""

@@ -142,7 +142,7 @@ class EpisodeTracker:
             BadRequestError: the chat template refuses the messages, or has no place for a part of them.
             ContextLengthError: the prompt is so long that it need not be encoded to know that it doesn't fit.
         """
-        messages, tools = tuple(messages), tuple(tools)
+        messages, tools = self._codec.without_labels(messages), tuple(tools)
         self._codec.check(messages, tools)
         digests = prefix_digests(agent, messages, tools)
         base = self._longest_base(messages, digests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,29 @@ def test_a_plain_conversation_is_one_row_with_every_template_that_keeps_it(kind:
     for text in texts:
         chat.turn(final_text(kind, text), user("go"))
     assert len(chat.rows()) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_label_on_a_reply_that_the_template_does_not_show_makes_no_branch(kind: str) -> None:
+    """AgentScope names its agent on every reply that it sends back."""
+    chat = Chat(kind, History.APPEND)
+    chat.messages = [user("hi")]
+    for text in ("ok", "yes", "so"):
+        chat.turn(final_text(kind, text), user("go"))
+        chat.messages[-2]["name"] = "researcher"
+    assert len(chat.rows()) == 1
+
+
+def test_a_template_that_shows_the_names_of_replies_gets_them() -> None:
+    plain = "{{- '<|im_start|>assistant\\n' + (message.content or '') }}"
+    named = "{{- '<|im_start|>assistant ' + (message.name or '') + '\\n' + (message.content or '') }}"
+    assert plain in QWEN25.template
+    codec = dataclasses.replace(QWEN25, template=QWEN25.template.replace(plain, named)).codec()
+    tracker = EpisodeTracker("e", "policy", codec)
+    asked = [user("hi"), {"role": "assistant", "content": "ok", "name": "researcher"}, user("go")]
+    assert "assistant researcher\nok" in codec.show(tracker.draft("main", asked).prompt_ids)
+    plainly = EpisodeTracker("e", "policy", CODECS["qwen25"]).draft("main", asked)
+    assert "assistant\nok" in codec.show(plainly.prompt_ids)
 
 
 def test_thinking_is_kept_while_tools_are_called_and_dropped_by_the_next_question() -> None:

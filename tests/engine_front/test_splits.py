@@ -100,17 +100,19 @@ def test_thoughts_that_a_template_drops_are_its_doing_with_every_family(kind: st
     ]
 
 
-def test_a_reply_whose_letters_came_as_other_tokens_than_history_has_is_no_changed_reply() -> None:
-    """Sent back with a name, the message is another one, so its tokens are encoded anew."""
+def test_a_prompt_of_the_same_letters_in_other_tokens_is_no_changed_message() -> None:
     chat = Chat("qwen25")
-    chat.messages = [user("hi")]
-    chat.turn("the<|im_end|>")
-    (draft,) = chat.ask(user("hi"))
-    chat.finish(draft, (*b"the", *chat.codec.encode("<|im_end|>")))
-    chat.messages = [user("hi"), {"role": "assistant", "content": "the", "name": "x"}, user("go")]
-    chat.turn("so<|im_end|>")
-    shown = show_timelines(chat.record(), Shown(chat.codec, 10_000), Merge.NONE, ignore_tools=False)
-    assert [split.reason for split in find_splits(shown[1:])] == [Reason.RETOKENIZED]
+    for prompt in ((*chat.codec.encode("the"), 33), (*b"the", 34)):
+        (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", (32, *prompt)))
+        chat.finish(draft, chat.codec.encode("so<|im_end|>"))
+    (split,) = find_splits(show_timelines(chat.record(), Shown(chat.codec, 10_000), Merge.NONE, ignore_tools=False))
+    assert split.reason is Reason.MESSAGE_CHANGED, "what follows differs"
+    chat = Chat("qwen25")
+    for prompt in ((*chat.codec.encode("the"), 33), (*b"the", 33)):
+        (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", (32, *prompt)))
+        chat.finish(draft, chat.codec.encode("so<|im_end|>"))
+    (split,) = find_splits(show_timelines(chat.record(), Shown(chat.codec, 10_000), Merge.NONE, ignore_tools=False))
+    assert split.reason is Reason.RETOKENIZED
 
 
 def test_the_command_shows_what_a_retry_and_an_edited_history_did(played: Served) -> None:
