@@ -30,10 +30,10 @@ from rows import Row, report
 from tokenizers import Tokenizer
 
 from a3r.stats.compare import Comparison, mean_of, paired_t
+from swarm_engine.folders import find_checkpoints
 from swarm_engine.models import NANO_DIR
 from swarm_engine.server.journal import Journal
 from swarm_engine.server.roster import episode_records
-from swarm_engine.trainer.checkpoints import newest_checkpoint
 from swarm_engine.types import Episode
 from vibe import render
 from vibe.project import Training, game_of, project_for
@@ -91,8 +91,7 @@ async def traces_of(run_dir: Path) -> Traces:
             prompts.update(json.dumps(call.prompt_ids).encode())
             sampled.update(json.dumps((call.completion_ids, call.logprobs)).encode())
         rewards.update(json.dumps(sorted(episode.rewards.items())).encode())
-    checkpoint = newest_checkpoint(run_dir / "checkpoints")
-    assert checkpoint, "a finished run leaves a checkpoint"
+    checkpoint = find_checkpoints(run_dir / "checkpoints")[-1]
     return Traces(
         prompts=prompts.hexdigest(),
         sampled=sampled.hexdigest(),

@@ -183,7 +183,7 @@ def _apart_from_spans(pieces: Sequence[Piece], spans: Sequence[Span]) -> Iterato
                 yield replace(piece, num_tokens=span.start - start)
             yield Piece(Author.LLM, "assistant", span.end - span.start)
             start = span.end
-        if start < end:
+        if start < end or piece.num_tokens == 0:
             yield replace(piece, num_tokens=end - start)
         start = end
 

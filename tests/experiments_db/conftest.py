@@ -83,7 +83,7 @@ class FakeSwarm:
     first_seq: int = 1
     """Older events are pruned."""
     asked_for: list[int] = field(default_factory=list)
-    """`after` of every connection."""
+    """`after` of every request, answered or refused."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _server: ThreadingHTTPServer | None = None
     _is_closing: bool = False
@@ -127,6 +127,8 @@ class FakeSwarm:
 
             def do_GET(self) -> None:
                 path, _, query = self.path.partition("?")
+                after = int(dict(pair.split("=") for pair in query.split("&"))["after"])
+                fake.asked_for.append(after)
                 is_known = self.headers["Authorization"] == f"Bearer {fake.token}"
                 status = 404 if path != "/swarm/v1/events" else 401 if not is_known else fake.status
                 self.send_response(status)
@@ -138,8 +140,6 @@ class FakeSwarm:
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
                 self.close_connection = True
-                after = int(dict(pair.split("=") for pair in query.split("&"))["after"])
-                fake.asked_for.append(after)
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self._stream(after, next(fake.cuts))
 

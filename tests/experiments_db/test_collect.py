@@ -520,6 +520,8 @@ def test_a_server_in_trouble_is_asked_again(swarm: Any, database: Database, expe
     swarm.status = 503
     collector = Collector(swarm.url, swarm.token, database.url, experiment_id)
     with collector.run_in_thread():
+        while len(swarm.asked_for) < 2:  # a second request follows the answer to the first
+            time.sleep(0.01)
         with pytest.raises(CollectorError, match="the server answers 503"):
             collector.drain(1, timeout_s=0.3)
         swarm.status = 200

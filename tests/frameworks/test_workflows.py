@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_engine.trainer.checkpoints import newest_checkpoint
+from swarm_engine.folders import find_checkpoints
 from vibe import render
 from vibe.project import RESULTS_FILE, game_of, project_for
 
@@ -31,8 +31,7 @@ def trained_weights(workflow: Path, folder: Path) -> bytes:
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
     (step,) = json.loads((run_dir / RESULTS_FILE).read_text(encoding="utf-8"))["steps"]
     assert step["metrics"]["skipped"] == 0  # or the weights would be the same without having moved
-    checkpoint = newest_checkpoint(run_dir / "checkpoints")
-    assert checkpoint is not None
+    checkpoint = find_checkpoints(run_dir / "checkpoints")[-1]
     assert checkpoint.step == 1
     return (checkpoint.path / "model.safetensors").read_bytes()
 
