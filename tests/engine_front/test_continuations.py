@@ -162,6 +162,20 @@ def test_calls_that_were_offered_other_tools_join_only_where_tools_are_ignored()
     assert row.num_out_of_context > 0
 
 
+def test_tools_that_come_and_go_leave_one_row_where_they_are_ignored() -> None:
+    """With its own tools the third call goes on from the first; by what was said it goes on from the second."""
+    chat = Chat("qwen25", tools=TOOLS)
+    chat.messages = [user("hi")]
+    for number in range(4):
+        chat.tools = parse_tools([] if number % 2 else TOOLS)
+        chat.turn(final_text("qwen25", f"ok {number}"), user("go"))
+    (row,) = by_text(chat, ignore_tools=True)
+    assert [span.call_id for span in row.spans] == ["e-0", "e-1", "e-2", "e-3"]
+    assert [row.tokens[span.start : span.end] for span in row.spans] == [sampled for _, sampled in chat.served.values()]
+    shown = chat.codec.show(row.tokens)
+    assert [shown.count(f"ok {number}") for number in range(4)] == [1, 1, 1, 1]
+
+
 def test_a_reply_that_was_cut_off_or_thrown_away_is_nobodys_history() -> None:
     chat = Chat("qwen25")
     (draft,) = chat.ask(user("hi"))
