@@ -46,7 +46,7 @@ class EpisodeBlocks:
 
     def blocks(self, timeline: Timeline) -> tuple[Block, ...]:
         """The blocks of a timeline of this episode, as recorded or merged."""
-        if (whole := self._by_tokens.get(timeline.tokens)) is not None:
+        if (whole := self._recorded_as(timeline)) is not None:
             pieces = self._pieces(whole)
         else:  # merged by text: what each call added, behind the call before it
             ends = [0, *(span.end for span in timeline.spans)]
@@ -79,6 +79,16 @@ class EpisodeBlocks:
             )
             start = end
         return tuple(blocks)
+
+    def _recorded_as(self, timeline: Timeline) -> str | None:
+        """The call whose context a timeline is; of calls with these very tokens the one that sampled the last of them.
+
+        None where merging by text made it.
+        """
+        last = timeline.spans[-1].call_id if timeline.spans else None
+        if last is not None and self._calls[last].timeline().tokens == timeline.tokens:
+            return last
+        return self._by_tokens.get(timeline.tokens)
 
     def _pieces(self, call_id: str) -> list[Piece]:
         """The pieces of a call's prompt and its reply."""

@@ -201,6 +201,18 @@ def test_prompts_of_token_ids_continue_each_other_by_their_ids() -> None:
     ]
 
 
+def test_blocks_of_calls_with_the_same_tokens_are_cut_where_each_began_to_sample() -> None:
+    chat = Chat("qwen25")
+    for prompt, reply in (((5, 6), (7, 8)), ((5, 6, 7), (8,))):
+        (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", prompt))
+        chat.finish(draft, reply)
+    record = chat.record()
+    shown = EpisodeBlocks(record, chat.codec)
+    for how in (Merge.NONE, Merge.TOKEN):
+        rows = [[block.token_ids for block in shown.blocks(row)] for row in merge(record.episode.timelines(), how)]
+        assert rows == [[(5, 6), (7, 8)], [(5, 6, 7), (8,)]]
+
+
 def test_blocks_of_a_joined_row_show_who_wrote_what() -> None:
     chat = converse(Chat("qwen3"), [THOUGHTS["qwen3"].format("so", "A"), THOUGHTS["qwen3"].format("then", "B")])
     (row,) = by_text(chat)
