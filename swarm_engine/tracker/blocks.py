@@ -183,12 +183,15 @@ class EpisodeBlocks:
 
 
 def _apart_from_spans(pieces: Sequence[Piece], spans: Sequence[Span]) -> Iterator[Piece]:
-    """Pieces, and apart what calls sampled inside of them: a prompt of token ids is one piece, replies included."""
+    """Pieces, and apart what calls sampled inside of them.
+
+    A prompt of token ids is one piece, replies included; and a reply that was broken off may be how another one begins.
+    """
     start = 0
     for piece in pieces:
         end = start + piece.num_tokens
         inside = [span for span in spans if start <= span.start and span.end <= end]
-        for span in inside if piece.author is not Author.LLM else ():
+        for span in inside:
             if start < span.start:
                 yield replace(piece, num_tokens=span.start - start)
             yield Piece(Author.LLM, "assistant", span.end - span.start)

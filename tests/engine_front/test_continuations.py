@@ -213,6 +213,26 @@ def test_blocks_of_calls_with_the_same_tokens_are_cut_where_each_began_to_sample
         assert rows == [[(5, 6), (7, 8)], [(5, 6, 7), (8,)]]
 
 
+def test_a_cancelled_beginning_of_a_reply_is_a_block_of_its_own() -> None:
+    """By token the broken off call is a prefix of the later one, which holds the other call's whole reply."""
+    chat = Chat("qwen25")
+    first, second = chat.ask(user("hi"), num_choices=2)
+    answer = chat.finish(first, chat.codec.encode("one two<|im_end|>"))
+    begun = chat.codec.encode("one two<|im_end|>")[:2]
+    chat.finish(second, begun, FinishReason.CANCELLED)
+    chat.messages = [user("hi"), sent_back(answer), user("go")]
+    for number in range(2):
+        (draft,) = chat.ask(*chat.messages)
+        chat.finish(draft, chat.codec.encode(f"{number}<|im_end|>"))
+    rows = merge(chat.record().episode.timelines(), Merge.TOKEN)
+    (row,) = (row for row in rows if row.spans[0].call_id == second.call_id)
+    assert len(row.spans) == 2
+    blocks = EpisodeBlocks(chat.record(), chat.codec).blocks(row)
+    assert sum((block.token_ids for block in blocks), ()) == row.tokens
+    assert begun in [block.token_ids for block in blocks]
+    assert all(len({logprob is None for logprob in block.logprobs}) == 1 for block in blocks)
+
+
 def test_blocks_of_a_joined_row_show_who_wrote_what() -> None:
     chat = converse(Chat("qwen3"), [THOUGHTS["qwen3"].format("so", "A"), THOUGHTS["qwen3"].format("then", "B")])
     (row,) = by_text(chat)
