@@ -228,7 +228,7 @@ def export(
 @app.command()
 def timelines(
     episode: Annotated[str, typer.Argument(help="Episode id.")],
-    merge: Annotated[str, typer.Option(help="none, token or tree.")] = "none",
+    merge: Annotated[str, typer.Option(help="none, token, tree or text.")] = "none",
     run_dir: RunDir = None,
     url: Url = None,
     token_file: TokenFile = None,

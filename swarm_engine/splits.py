@@ -72,6 +72,10 @@ def find_splits(timelines: Sequence[ShownTimeline]) -> list[Split]:
 
 def split_lines(splits: Sequence[Split], num_timelines: int) -> list[str]:
     """Splits in words."""
+    if num_timelines == 0:
+        return ["the episode has no call yet"]
+    if num_timelines == 1:
+        return ["nothing splits: the episode has a single call"]
     if not splits:
         return [f"nothing splits: of {num_timelines} calls each goes on from an earlier one, or repeats it"]
     lines = []

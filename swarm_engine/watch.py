@@ -83,7 +83,7 @@ def timeline_lines(timelines: Sequence[Mapping[str, Any]]) -> list[str]:
             if because := block["untrained_because"]:
                 counts += f", not trained: {because.replace('_', ' ')}"
             lines.append(f"  [{block['author']} {block['role']}, {counts}] {block['text']!r}")
-    return lines
+    return lines or ["the episode has no call yet"]
 
 
 def why_nothing_trained(metrics: Mapping[str, float | None], drops: Mapping[str, int]) -> str | None:

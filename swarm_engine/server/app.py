@@ -216,8 +216,9 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
 
     @app.get(CONTROL + "/episodes/{episode_id}/timelines", dependencies=[observer])
     async def timelines(episode_id: str, merge: str = Merge.NONE) -> JSONResponse:
-        """An episode's contexts, token by token: as recorded, folded with `merge=token`, or with `merge=tree` each with
-        the number of its first tokens that an earlier one has too, which are computed once.
+        """An episode's contexts, token by token: as recorded, folded with `merge=token` or `merge=text` (there with the
+        number of tokens that are trained out of the context that sampled them), or with `merge=tree` each with the
+        number of its first tokens that an earlier one has too, which are computed once.
         """
         if merge not in tuple(Merge):
             raise InvalidError(f"merge is {merge!r}", f"it must be one of {', '.join(Merge)}")

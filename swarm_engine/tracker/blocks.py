@@ -46,7 +46,7 @@ class EpisodeBlocks:
 
     def blocks(self, timeline: Timeline) -> tuple[Block, ...]:
         """The blocks of a timeline of this episode, as recorded or merged."""
-        if (whole := self._by_tokens.get(timeline.tokens)) is not None:
+        if (whole := self._recorded_as(timeline)) is not None:
             pieces = self._pieces(whole)
         else:  # merged by text: what each call added, behind the call before it
             ends = [0, *(span.end for span in timeline.spans)]
@@ -79,6 +79,16 @@ class EpisodeBlocks:
             )
             start = end
         return tuple(blocks)
+
+    def _recorded_as(self, timeline: Timeline) -> str | None:
+        """The call whose context a timeline is; of calls with these very tokens the one that sampled the last of them.
+
+        None where merging by text made it.
+        """
+        last = timeline.spans[-1].call_id if timeline.spans else None
+        if last is not None and self._calls[last].timeline().tokens == timeline.tokens:
+            return last
+        return self._by_tokens.get(timeline.tokens)
 
     def _pieces(self, call_id: str) -> list[Piece]:
         """The pieces of a call's prompt and its reply."""
@@ -173,12 +183,15 @@ class EpisodeBlocks:
 
 
 def _apart_from_spans(pieces: Sequence[Piece], spans: Sequence[Span]) -> Iterator[Piece]:
-    """Pieces, and apart what calls sampled inside of them: a prompt of token ids is one piece, replies included."""
+    """Pieces, and apart what calls sampled inside of them.
+
+    A prompt of token ids is one piece, replies included; and a reply that was broken off may be how another one begins.
+    """
     start = 0
     for piece in pieces:
         end = start + piece.num_tokens
         inside = [span for span in spans if start <= span.start and span.end <= end]
-        for span in inside if piece.author is not Author.LLM else ():
+        for span in inside:
             if start < span.start:
                 yield replace(piece, num_tokens=span.start - start)
             yield Piece(Author.LLM, "assistant", span.end - span.start)

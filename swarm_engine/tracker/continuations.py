@@ -40,7 +40,10 @@ def with_continuations(record: EpisodeRecord, codec: ChatCodec, *, ignore_tools:
         base = one.note.builds_on
         if ignore_tools and one.messages:
             digests = prefix_digests(one.call.agent, one.messages)
-            base = base or next((known for digest in reversed(digests) if (known := without_tools.get(digest))), None)
+            # The tracker knows which of equal replies was gone on from; only a longer history is found without it.
+            num_known = 0 if base is None else len(asked[base].messages) + 1
+            longer = (without_tools.get(digest) for digest in reversed(digests[num_known + 1 :]))
+            base = next(filter(None, longer), base)
             if one.call.finish_reason is not FinishReason.CANCELLED:
                 without_tools[extend_digest(digests[-1], one.note.answer.message())] = one.call.call_id
         calls.append(replace(one.call, continues=None if base is None else _continuation(one, asked[base], codec)))
@@ -61,7 +64,7 @@ def _read(record: EpisodeRecord) -> Mapping[str, Asked]:
 
 
 def _continuation(one: Asked, base: Asked, codec: ChatCodec) -> Continuation | None:
-    is_extended = one.note.extends is not None or not one.messages
+    is_extended = one.note.extends == base.call.call_id or not one.messages
     start = len(base.call.prompt_ids) + len(base.call.completion_ids) if is_extended else _own_start(one, base, codec)
     return None if start is None else Continuation(base.call.call_id, start)
 

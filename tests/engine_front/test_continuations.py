@@ -162,6 +162,20 @@ def test_calls_that_were_offered_other_tools_join_only_where_tools_are_ignored()
     assert row.num_out_of_context > 0
 
 
+def test_tools_that_come_and_go_leave_one_row_where_they_are_ignored() -> None:
+    """With its own tools the third call goes on from the first; by what was said it goes on from the second."""
+    chat = Chat("qwen25", tools=TOOLS)
+    chat.messages = [user("hi")]
+    for number in range(4):
+        chat.tools = parse_tools([] if number % 2 else TOOLS)
+        chat.turn(final_text("qwen25", f"ok {number}"), user("go"))
+    (row,) = by_text(chat, ignore_tools=True)
+    assert [span.call_id for span in row.spans] == ["e-0", "e-1", "e-2", "e-3"]
+    assert [row.tokens[span.start : span.end] for span in row.spans] == [sampled for _, sampled in chat.served.values()]
+    shown = chat.codec.show(row.tokens)
+    assert [shown.count(f"ok {number}") for number in range(4)] == [1, 1, 1, 1]
+
+
 def test_a_reply_that_was_cut_off_or_thrown_away_is_nobodys_history() -> None:
     chat = Chat("qwen25")
     (draft,) = chat.ask(user("hi"))
@@ -185,6 +199,38 @@ def test_prompts_of_token_ids_continue_each_other_by_their_ids() -> None:
         (Author.USER, (8,)),
         (Author.LLM, (9,)),
     ]
+
+
+def test_blocks_of_calls_with_the_same_tokens_are_cut_where_each_began_to_sample() -> None:
+    chat = Chat("qwen25")
+    for prompt, reply in (((5, 6), (7, 8)), ((5, 6, 7), (8,))):
+        (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", prompt))
+        chat.finish(draft, reply)
+    record = chat.record()
+    shown = EpisodeBlocks(record, chat.codec)
+    for how in (Merge.NONE, Merge.TOKEN):
+        rows = [[block.token_ids for block in shown.blocks(row)] for row in merge(record.episode.timelines(), how)]
+        assert rows == [[(5, 6), (7, 8)], [(5, 6, 7), (8,)]]
+
+
+def test_a_cancelled_beginning_of_a_reply_is_a_block_of_its_own() -> None:
+    """By token the broken off call is a prefix of the later one, which holds the other call's whole reply."""
+    chat = Chat("qwen25")
+    first, second = chat.ask(user("hi"), num_choices=2)
+    answer = chat.finish(first, chat.codec.encode("one two<|im_end|>"))
+    begun = chat.codec.encode("one two<|im_end|>")[:2]
+    chat.finish(second, begun, FinishReason.CANCELLED)
+    chat.messages = [user("hi"), sent_back(answer), user("go")]
+    for number in range(2):
+        (draft,) = chat.ask(*chat.messages)
+        chat.finish(draft, chat.codec.encode(f"{number}<|im_end|>"))
+    rows = merge(chat.record().episode.timelines(), Merge.TOKEN)
+    (row,) = (row for row in rows if row.spans[0].call_id == second.call_id)
+    assert len(row.spans) == 2
+    blocks = EpisodeBlocks(chat.record(), chat.codec).blocks(row)
+    assert sum((block.token_ids for block in blocks), ()) == row.tokens
+    assert begun in [block.token_ids for block in blocks]
+    assert all(len({logprob is None for logprob in block.logprobs}) == 1 for block in blocks)
 
 
 def test_blocks_of_a_joined_row_show_who_wrote_what() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from swarm_engine.config import Merge
 from swarm_engine.server.shown import Shown, show_timelines
 from swarm_engine.splits import Reason, find_splits, split_lines
 from swarm_engine.types import Mode
+from swarm_engine.watch import timeline_lines
 
 
 def block(role: str, text: str, *, is_sampled: bool = False) -> dict[str, Any]:
@@ -63,6 +65,12 @@ def test_a_conversation_that_only_goes_on_splits_nowhere() -> None:
     assert split_lines([], 2) == ["nothing splits: of 2 calls each goes on from an earlier one, or repeats it"]
 
 
+def test_an_episode_without_calls_is_said_to_have_none() -> None:
+    assert split_lines(find_splits([]), 0) == ["the episode has no call yet"]
+    assert split_lines(find_splits([FIRST]), 1) == ["nothing splits: the episode has a single call"]
+    assert timeline_lines([]) == ["the episode has no call yet"]
+
+
 def test_a_timeline_is_compared_with_the_one_it_shares_most_with() -> None:
     second = line(ASK, REPLY, block("user", "dd"), REPLY)
     third = line(ASK, REPLY, block("user", "de"), REPLY)
@@ -84,6 +92,11 @@ def test_an_agent_is_compared_with_its_own_calls_though_another_shares_more() ->
         (1, 0, Reason.OTHER_AGENT),
         (2, 0, Reason.MESSAGE_CHANGED),
     ]
+
+
+def test_every_way_of_merging_is_named_by_the_command() -> None:
+    shown = CliRunner().invoke(app, ["timelines", "--help"], env={"COLUMNS": "200"})
+    assert all(re.search(rf"\b{how}\b", shown.output) for how in Merge), shown.output
 
 
 @pytest.mark.parametrize("kind", THOUGHTS)
