@@ -195,7 +195,7 @@ class Engine:
         if now != then:
             changed = ", ".join(sorted(name for name in now if now[name] != then[name]))
             raise ConflictError(
-                f"this run folder holds updates made with another config; {changed} can't change in it",
+                f"this run folder holds episodes or updates of another config; {changed} can't change in it",
                 "start with the same values, or use a new run folder",
                 code="config_changed",
             )
@@ -603,7 +603,7 @@ def _written(saved: Saved) -> Saved:
 
 
 def _fixed_part(config: EngineConfig) -> dict[str, Any]:
-    """What may not change in a run folder that holds updates."""
+    """What may not change in a run folder that is not untouched."""
     fields: dict[str, Any] = {"seed": config.seed, "rule": config.rule}
     fields["policies"] = {name: policy.model_dump() for name, policy in config.policies.items()}
     trainer = config.trainer.model_dump(exclude=CHANGEABLE_TRAINER_FIELDS)
