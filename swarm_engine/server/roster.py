@@ -442,9 +442,11 @@ class Roster:
         return rewards
 
     def _check_step_rewards(self, episode: LiveEpisode, step_rewards: Mapping[str, float]) -> None:
+        if not step_rewards:
+            return
         assert self._loaded is not None
         algorithm = self._loaded.config.trainer.algorithm
-        if step_rewards and algorithm is Algorithm.SFT:
+        if algorithm is Algorithm.SFT:
             raise UnsupportedError(
                 f"algorithm {algorithm} reads no step_rewards", "leave them out", param="step_rewards"
             )
