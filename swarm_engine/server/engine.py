@@ -399,7 +399,7 @@ class Engine:
         announced = EventWrite.of("batch", step=step, episode_ids=record.episode_ids, seed=record.seed)
         await self.journal.append(BatchWrite(record), announced)
         loaded.pool.close()
-        if loaded.config.trainer.merge is Merge.TEXT:
+        if loaded.config.trainer.merge is Merge.TEXT:  # which needs what only the records have
             episodes = await asyncio.to_thread(self._read_batch, record, loaded.config.trainer, loaded.codec)
         updated = await loaded.link.update(Update(record, episodes))
         loaded.step = step

@@ -113,28 +113,18 @@ def test_choices_with_one_text_and_other_tokens_are_all_kept() -> None:
     assert [row.tokens[span.start : span.end] for row in rows for span in row.spans] == [whole + end, apart + end]
 
 
-def test_of_equal_replies_the_one_that_is_trained_is_continued() -> None:
+@pytest.mark.parametrize("last", [0, 1])
+def test_of_equal_asks_a_call_goes_on_from_the_reply_that_was_there_when_it_came(last: int) -> None:
+    """Two asks answered with one visible text and other thoughts; the tracker knows which of them was gone on from."""
     chat = Chat("qwen3")
-    first, second = (chat.ask(user("hi"))[0] for _ in range(2))
-    for draft, thought in ((first, "left"), (second, "right")):
-        answer = chat.finish(draft, chat.codec.encode(THOUGHTS["qwen3"].format(thought, "it")))
+    drafts = [chat.ask(user("hi"))[0] for _ in range(2)]
+    for place in (1 - last, last):
+        answer = chat.finish(drafts[place], chat.codec.encode(THOUGHTS["qwen3"].format(f"thought {place}", "it")))
     chat.messages = [user("hi"), sent_back(answer), user("go")]
     chat.turn(THOUGHTS["qwen3"].format("so", "that"))
     rows = by_text(chat)
-    assert [[span.call_id for span in row.spans if span.is_trained] for row in rows] == [[], ["e-1", "e-2"]]
-    assert "right" in chat.codec.show(rows[1].tokens)
-
-
-def test_what_a_call_went_on_from_is_the_reply_that_was_there_when_it_came() -> None:
-    """Two equal asks, answered in the other order with one visible text: the tracker knows which was gone on from."""
-    chat = Chat("qwen3")
-    first, second = (chat.ask(user("hi"))[0] for _ in range(2))
-    for draft, thought in ((second, "right"), (first, "left")):
-        answer = chat.finish(draft, chat.codec.encode(THOUGHTS["qwen3"].format(thought, "it")))
-    chat.messages = [user("hi"), sent_back(answer), user("go")]
-    chat.turn(THOUGHTS["qwen3"].format("so", "that"))
-    rows = by_text(chat)
-    assert [[span.call_id for span in row.spans if span.is_trained] for row in rows] == [[], ["e-0", "e-2"]]
+    assert [[span.call_id for span in row.spans if span.is_trained] for row in rows] == [[], [f"e-{last}", "e-2"]]
+    assert f"thought {last}" in chat.codec.show(rows[1].tokens)
 
 
 def test_agents_stay_apart_though_they_say_the_same() -> None:

@@ -25,7 +25,7 @@ from swarm_engine.trainer.rows import row_of, trained_row
 from swarm_engine.trainer.samples import Drop, Sample, count_drops, make_samples
 from swarm_engine.trainer.scoring import Row, plan_microbatches, score
 from swarm_engine.trainer.trainer import Sums, Trainer
-from swarm_engine.types import BatchRecord, Episode, FinishReason, Outcome, Untrained
+from swarm_engine.types import BatchRecord, Continuation, Episode, FinishReason, Outcome, Untrained
 
 rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=1, max_size=16)
 
@@ -255,6 +255,19 @@ def test_merging_computes_fewer_tokens(tiny: LoadedPolicy, how: Merge) -> None:
     ratio = (apart.metrics["num_computed_tokens"] or 0) / (merged.metrics["num_computed_tokens"] or 1)
     assert ratio == pytest.approx(merged.metrics["merge_ratio"], rel=0.1)
     assert ratio > 1.5
+
+
+def test_rows_merged_by_text_stay_within_the_models_context(tiny: LoadedPolicy) -> None:
+    """Two calls that fit, though with the thought back in its history the second would not."""
+    most = tiny.model.config.max_context
+    thought = call([5], [7] * (most // 2), call_id="thought")
+    told = call([5, 7], [8] * (most // 2 + 1), call_id="told", continues=Continuation("thought", 2))
+    short = call([5], [9], call_id="short")
+    batch = [episode("a", [thought, told], 1.0), episode("b", [short], 0.0)]
+    metrics = update(Trainer(tiny.model, TrainerConfig(merge=Merge.TEXT)), batch).metrics
+    assert metrics["merge_ratio"] == 1
+    assert metrics["out_of_context_tokens"] == 0
+    assert metrics["num_trained_tokens"] == 2 * (most // 2) + 2
 
 
 def test_tokens_that_are_not_trained_are_in_no_denominator(tiny: LoadedPolicy) -> None:
