@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
+from chat_template import TOOLS_AND_THINKING
 from chat_templates import KINDS
 from chats import THOUGHTS, TOOLS, WITH_TOOLS, Chat, call_text, final_text, sent_back, user
+from conftest import SMALL, serve_thread
 
 from swarm_engine.config import History, Merge
 from swarm_engine.merger import merge
 from swarm_engine.tracker.blocks import EpisodeBlocks
 from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.messages import parse_tools
-from swarm_engine.types import Author, FinishReason, Timeline, Untrained
+from swarm_engine.types import Author, FinishReason, Mode, Timeline, Untrained
 
 
 def by_text(chat: Chat, *, ignore_tools: bool = False) -> tuple[Timeline, ...]:
@@ -233,3 +238,21 @@ def test_blocks_of_a_joined_row_show_who_wrote_what() -> None:
         "<think>\nhm, then\n</think>\n\nI say B.<|im_end|>",
     ]
     assert all(all(block.loss_mask) is (block.author is Author.LLM) for block in blocks)
+
+
+@pytest.mark.parametrize(("ignore_tools", "num_rows"), [(None, 2), (True, 1)])
+def test_what_a_server_shows_joins_calls_as_its_trainer_would(
+    tmp_path: Path, ignore_tools: bool | None, num_rows: int
+) -> None:
+    trainer = {**SMALL["trainer"], "merge": "text", "ignore_tools": ignore_tools}
+    config = {**SMALL, "trainer": trainer, "sampler": {"backend": "scripted", "max_tokens": 1000}}
+    asked: list[Any] = [{"role": "user", "content": "hi"}]
+    with serve_thread(tmp_path / "run", template=TOOLS_AND_THINKING) as served, served.client() as client:
+        client.start(config, wait=True)
+        with client.episode("t", mode=Mode.EVAL, script=["one", "two"]) as episode:
+            api = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
+            reply = api.chat.completions.create(model="policy", messages=asked, tools=TOOLS)
+            asked += [{"role": "assistant", "content": reply.choices[0].message.content}, *asked]
+            api.chat.completions.create(model="policy", messages=asked)
+            episode.end(reward=1.0)
+        assert len(client.timelines(episode.episode_id, merge="text")) == num_rows
