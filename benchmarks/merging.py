@@ -395,7 +395,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What is shared context worth?")
     parser.add_argument("--quick", action="store_true", help="show within a minute that it runs")
     parser.add_argument(
-        "--sets", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}; default all but the last"
+        "--sets", nargs="+", choices=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}; default all but the last two"
     )
     parser.add_argument("--model", choices=("small", "nano"), default="small")
     parser.add_argument("--scale", type=float, default=0.25, help="of all lengths")

@@ -32,7 +32,7 @@ class Reason(StrEnum):
     TEMPLATE_REWROTE = "the messages are the same, but the chat template writes what came before in another way"
     REPLY_CHANGED = "the history does not tell the reply as it was sampled: it was changed, or left out"
     RETOKENIZED = "the same text became other tokens"
-    MESSAGE_CHANGED = "a message was changed, or another one was sent"
+    MESSAGE_CHANGED = "a message or the list of tools was changed, or another message was sent"
     NOTHING_SHARED = "the first token differs"
 
 

@@ -64,8 +64,9 @@ def test_merging_gives_as_many_rows_as_were_counted_by_hand(how: Merge, rows: in
     assert num_rows(how) == rows
 
 
-def test_the_smaller_set_has_the_first_episode_of_each_framework() -> None:
-    assert batch_of("recorded", 1.0).episodes == EPISODES[::4]
+def test_the_smaller_sets_have_the_first_episode_of_each_framework() -> None:
+    assert batch_of("recorded x1", 1.0).episodes == EPISODES[::4]
+    assert batch_of("recorded", 1.0).episodes == [turns[:6] for turns in EPISODES[::4]]
 
 
 def test_a_scale_leaves_the_recording_as_it_is() -> None:
