@@ -139,6 +139,7 @@ class Knobs:
     epochs: int | None = None
     minibatches: int | None = None
     sft_weight: float | None = None
+    teacher_weight: float | None = None
     overlong_limit: int | None = None
     """None too where no length is punished."""
     overlong_margin: int | None = None
@@ -147,7 +148,7 @@ class Knobs:
     off_policy_high: float | None = None
 
 
-_REINFORCE: Mapping[str, Any] = {"sft_weight": 0.0, "off_policy": OffPolicy.NONE}
+_REINFORCE: Mapping[str, Any] = {"sft_weight": 0.0, "teacher_weight": 0.0, "off_policy": OffPolicy.NONE}
 _CLIPPED: Mapping[str, Any] = {
     **_REINFORCE,
     "aggregation": Aggregation.TOKEN_MEAN,
@@ -229,6 +230,9 @@ class TrainerConfig(Frozen):
     entropy_weight: float = Field(0.0, ge=0)
     sft_weight: float | None = Field(None, ge=0)
     """Weight of the negative log-likelihood of samples with a reward above zero, beside 1 for the algorithm's loss."""
+    teacher_weight: float | None = Field(None, ge=0)
+    """Weight of the teacher's word in a token's advantage: log(teacher / sampling), in nats, beside what rewards give.
+    Needs `teacher`, which says whom to ask."""
     overlong_limit: int | None = Field(None, ge=1)
     """Trained tokens of one agent in one episode beyond which 1 is taken off its reward; None punishes no length."""
     overlong_margin: int | None = Field(None, ge=1)
@@ -331,6 +335,19 @@ class PolicyConfig(Frozen):
     history: History = History.RECORDED
 
 
+class TeacherConfig(Frozen):
+    """Who says how likely it finds what was sampled: a server with OpenAI's completions route and vLLM's
+    `prompt_logprobs`, on a model with the policy's tokenizer."""
+
+    base_url: str = Field(pattern=r"^https?://")
+    """Up to and including `/v1`."""
+    model: str = Field(min_length=1)
+    api_key_env: str | None = None
+    """Variable of the server's environment that holds the key; None sends none."""
+    max_running: int = Field(16, ge=1, le=1024)
+    """Requests at once."""
+
+
 class EngineConfig(Frozen):
     """What `POST /engine/start` takes."""
 
@@ -347,6 +364,21 @@ class EngineConfig(Frozen):
     """Threads of the worker; None takes one for a model too small to share, otherwise the cores that are there."""
     sampler: SamplerConfig = SamplerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    teacher: TeacherConfig | None = None
+    """Whose word `trainer.teacher_weight` weighs; None asks nobody."""
+
+    @model_validator(mode="after")
+    def _teacher_is_weighed(self) -> Self:
+        weight = self.trainer.knobs.teacher_weight or 0.0
+        if self.teacher is not None and weight == 0:
+            raise ValueError(
+                "teacher is given, but trainer.teacher_weight is 0; set it (1 is usual) or leave teacher out"
+            )
+        if self.teacher is None and weight > 0:
+            raise ValueError(
+                f"trainer.teacher_weight is {weight:g}, but there is no teacher; name its base_url and model"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:

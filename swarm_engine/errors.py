@@ -21,6 +21,7 @@ SwarmEngineError
 ├── CheckpointError                 a checkpoint could not be written; those before it stand
 ├── WorkerError                     the worker can't go on, and says why
 ├── WorkerDiedError                 the worker ended before it answered
+├── TeacherError                    the teacher can't be asked, or doesn't say what was asked
 └── RunDirError                     the run folder can't be used
 """
 
@@ -204,6 +205,12 @@ class WorkerDiedError(SwarmEngineError):
 
     status = 503
     code = "worker_died"
+
+
+class TeacherError(SwarmEngineError):
+    """The teacher can't be asked, or doesn't say what was asked."""
+
+    code = "teacher"
 
 
 class RunDirError(SwarmEngineError):

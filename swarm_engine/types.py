@@ -116,6 +116,8 @@ class Span:
     temperature: float
     is_trained: bool = True
     """False where the call is context only; see `Call.untrained_because`."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """Log-probability in nats of each token under the teacher; None where none was asked."""
 
     @property
     def end(self) -> int:
@@ -206,6 +208,8 @@ class Call:
     """None where the reply is trained."""
     continues: Continuation | None = None
     """Worked out where timelines merge by text, None elsewhere."""
+    teacher_logprobs: tuple[float, ...] | None = None
+    """Of the reply's tokens under the teacher, in nats; None where none was asked."""
 
     def timeline(self) -> Timeline:
         """This call as a timeline of its own."""
@@ -216,6 +220,7 @@ class Call:
             policy_versions=self.policy_versions,
             temperature=self.temperature,
             is_trained=self.untrained_because is None,
+            teacher_logprobs=self.teacher_logprobs,
         )
         return Timeline(
             policy=self.policy,

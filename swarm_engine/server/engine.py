@@ -43,6 +43,7 @@ from swarm_engine.server.pool import Pool, PoolCounts
 from swarm_engine.server.roster import KeptEpisodes, Roster, episode_records
 from swarm_engine.server.shown import Shown, show_timelines
 from swarm_engine.server.states import check_transition
+from swarm_engine.server.teacher import Teacher, with_teacher
 from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.continuations import with_continuations
@@ -308,6 +309,10 @@ class Engine:
         (policy,) = booted.policies
         codec = await asyncio.to_thread(ChatCodec.load, Path(policy.tokenizer_dir), policy.end_ids, self.created)
         self.journal.append(MetaWrite("policy", policies_ready.dump_json(policy).decode()))
+        teacher = None
+        if config.teacher is not None:
+            teacher = Teacher(config.teacher)
+            await teacher.probe(codec)
         pool = Pool(config.trainer.group_size, config.trainer.tasks_per_update)
         self._shown = Shown(codec, policy.max_context)
         self._saved_step, self._save_error = booted.step, None
@@ -316,7 +321,7 @@ class Engine:
         # An end that was on its way when the last engine went down is on disk before its journal is read.
         await self.journal.flush()
         kept = await asyncio.to_thread(KeptEpisodes.read, self.journal)
-        self._loaded = Loaded(config, policy, codec, link, pool, step)
+        self._loaded = Loaded(config, policy, codec, link, pool, step, teacher)
         self.roster.open(self._loaded, kept)
         self._last_step_at = time.monotonic()
         self._to(EngineState.ROLLING, f"booted at step {step}")
@@ -342,9 +347,12 @@ class Engine:
     def _read_batch(self, record: BatchRecord, trainer: TrainerConfig, codec: ChatCodec) -> tuple[Episode, ...]:
         """The episodes of a batch as the trainer takes them, from the journal."""
         records = [episode_records.validate_json(row.record) for row in self.journal.episodes_of(record)]
-        if trainer.merge is not Merge.TEXT:
-            return tuple(one.episode for one in records)
-        return tuple(with_continuations(one, codec, ignore_tools=bool(trainer.ignore_tools)) for one in records)
+        if trainer.merge is Merge.TEXT:
+            episodes = [with_continuations(one, codec, ignore_tools=bool(trainer.ignore_tools)) for one in records]
+        else:
+            episodes = [one.episode for one in records]
+        taught = self.journal.taught(record.step)
+        return tuple(with_teacher(episode, taught) for episode in episodes)
 
     # Batches
 
@@ -397,9 +405,10 @@ class Engine:
         record = BatchRecord(step, loaded.pool.batch(), derive_seed(loaded.config.seed, "batch", step))
         episodes = self.roster.take(record)
         announced = EventWrite.of("batch", step=step, episode_ids=record.episode_ids, seed=record.seed)
-        await self.journal.append(BatchWrite(record), announced)
+        taught = await loaded.teacher.judge(episodes) if loaded.teacher else None
+        await self.journal.append(BatchWrite(record, taught), announced)
         loaded.pool.close()
-        if loaded.config.trainer.merge is Merge.TEXT:  # which needs what only the records have
+        if taught is not None or loaded.config.trainer.merge is Merge.TEXT:  # which need what only the journal has
             episodes = await asyncio.to_thread(self._read_batch, record, loaded.config.trainer, loaded.codec)
         updated = await loaded.link.update(Update(record, episodes))
         loaded.step = step

@@ -28,7 +28,7 @@ from swarm_engine.errors import JournalError
 from swarm_engine.server.pool import PooledEpisode, Seat
 from swarm_engine.types import BatchRecord, Mode
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
@@ -52,7 +52,12 @@ CREATE INDEX IF NOT EXISTS episodes_open ON episodes (position, place) WHERE is_
 CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (mode, group_id);
 CREATE INDEX IF NOT EXISTS episodes_of_step ON episodes (step) WHERE step IS NOT NULL;
 CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind, seq);
-CREATE TABLE IF NOT EXISTS batches (step INTEGER PRIMARY KEY, episode_ids TEXT NOT NULL, seed INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS batches (
+    step INTEGER PRIMARY KEY,
+    episode_ids TEXT NOT NULL,
+    seed INTEGER NOT NULL,
+    taught BLOB                  -- zlib over what a teacher said, as JSON by call id; NULL where none was asked
+);
 """
 
 RECENT_EVENTS = 8192
@@ -122,6 +127,8 @@ class BatchWrite:
     """A batch about to be trained; marks its episodes as taken."""
 
     record: BatchRecord
+    taught: Mapping[str, Sequence[float]] | None = None
+    """What a teacher said of its calls, log-probabilities in nats by call id; None where none was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +430,13 @@ class Journal:
         rows = self._read("SELECT step, episode_ids, seed FROM batches WHERE step > ? ORDER BY step", (step,))
         return [BatchRecord(step, tuple(json.loads(episode_ids)), seed) for step, episode_ids, seed in rows]
 
+    def taught(self, step: int) -> dict[str, tuple[float, ...]]:
+        """What a teacher said of a batch's calls, by call id; for a thread."""
+        ((taught,),) = self._read("SELECT taught FROM batches WHERE step = ?", (step,))
+        if taught is None:
+            return {}
+        return {call_id: tuple(logprobs) for call_id, logprobs in json.loads(zlib.decompress(taught)).items()}
+
     def last_state(self) -> str | None:
         """The state that the last `state` event went to."""
         rows = self._peek("SELECT payload FROM events WHERE kind = 'state' ORDER BY seq DESC LIMIT 1")
@@ -542,9 +556,10 @@ def _write(database: sqlite3.Connection, write: EpisodeRow | BatchWrite | Unpool
                     zlib.compress(write.record, 1),
                 ),
             )
-        case BatchWrite(record):
+        case BatchWrite(record, taught):
+            said = None if taught is None else zlib.compress(dumps(taught).encode())
             database.execute(
-                "INSERT INTO batches VALUES (?, ?, ?)", (record.step, dumps(record.episode_ids), record.seed)
+                "INSERT INTO batches VALUES (?, ?, ?, ?)", (record.step, dumps(record.episode_ids), record.seed, said)
             )
             database.executemany(
                 "UPDATE episodes SET step = ? WHERE episode_id = ? AND step IS NULL",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from swarm_engine.config import EngineConfig
 from swarm_engine.protocol import PolicyReady
 from swarm_engine.server.pool import Pool
+from swarm_engine.server.teacher import Teacher
 from swarm_engine.server.worker_link import WorkerLink
 from swarm_engine.tracker.codec import ChatCodec
 
@@ -22,3 +23,5 @@ class Loaded:
     pool: Pool
     step: int
     """Updates in the weights; the policy_version that is served."""
+    teacher: Teacher | None = None
+    """Who is asked about a batch before it is trained."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swarm_engine.trainer.samples import Sample
 from swarm_engine.trainer.scoring import Row
-from swarm_engine.types import Timeline
+from swarm_engine.types import Span, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,29 @@ class TokenColumns:
         )
 
 
-def trained_row(timeline: Timeline, sample: Sample) -> TrainedRow:
-    """Read a timeline of a sample: exactly the tokens of its trained spans are targets."""
+def trained_row(timeline: Timeline, sample: Sample, teacher_weight: float = 0.0) -> TrainedRow:
+    """Read a timeline of a sample: exactly the tokens of its trained spans are targets.
+
+    Args:
+        teacher_weight: of what the teacher would rather have seen, beside the advantage that rewards give.
+    """
     spans = [span for span in timeline.spans if span.is_trained]
     return TrainedRow(
         row=row_of(timeline),
         sampling_logprobs=tuple(logprob for span in spans for logprob in span.logprobs),
         policy_versions=tuple(version for span in spans for version in span.policy_versions),
-        advantages=tuple(
-            sample.advantage + sample.step_advantages.get(span.call_id, 0.0) for span in spans for _ in span.logprobs
-        ),
+        advantages=tuple(advantage for span in spans for advantage in _advantages(span, sample, teacher_weight)),
     )
+
+
+def _advantages(span: Span, sample: Sample, teacher_weight: float) -> list[float]:
+    """Of each token of a span. A teacher adds log(teacher / sampling), whose mean is -KL(policy || teacher): it is
+    distilled on the policy's own samples (Agarwal et al. 2024, arXiv:2306.13649)."""
+    rewarded = sample.advantage + sample.step_advantages.get(span.call_id, 0.0)
+    if span.teacher_logprobs is None or not teacher_weight:
+        return [rewarded] * len(span.logprobs)
+    pairs = zip(span.teacher_logprobs, span.logprobs, strict=True)
+    return [rewarded + teacher_weight * (teacher - sampling) for teacher, sampling in pairs]
 
 
 def row_of(timeline: Timeline) -> Row:

@@ -68,11 +68,18 @@ class Sample:
     """Whether its tokens are in the denominators."""
     is_imitated: bool = False
     """Whether its likelihood is raised besides; see `sft_weight`."""
+    is_taught: bool = False
+    """Whether a teacher adds to what its tokens are worth, so that it learns without any other to compare with too."""
 
     @property
     def num_trained(self) -> int:
         """Tokens that may carry a loss."""
         return sum(timeline.num_trained for timeline in self.timelines)
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher was asked about it."""
+        return any(span.teacher_logprobs is not None for line in self.timelines for span in line.spans)
 
     @property
     def is_compared(self) -> bool:
@@ -87,7 +94,7 @@ class Sample:
     @property
     def carries_loss(self) -> bool:
         """Whether anything is learned from it."""
-        return self.has_advantage or self.is_imitated
+        return self.has_advantage or self.is_imitated or self.is_taught
 
     def staleness(self, version: int) -> list[int]:
         """Updates between the weights that sampled each trained token and those of `version`."""
@@ -142,7 +149,10 @@ def judge(samples: Sequence[Sample], method: Method, knobs: Knobs) -> list[Sampl
     is_flat = not any(advantages) and not any(any(step.values()) for step in steps)
     judged = []
     for sample, advantage, step in zip(samples, advantages, steps, strict=True):
-        if is_alone:
+        is_taught = bool(knobs.teacher_weight) and sample.has_teacher
+        if is_taught:
+            changed = replace(sample, advantage=advantage, step_advantages=step, counts=True, is_taught=True)
+        elif is_alone:
             changed = replace(sample, drop=Drop.ALONE)
         elif method.scope is Scope.ITSELF and advantage == 0:
             changed = replace(sample, drop=Drop.UNREWARDED)

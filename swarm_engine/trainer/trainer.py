@@ -136,7 +136,7 @@ class Trainer:
         """The rows of a batch whose loss has a gradient."""
         is_regularized = self.config.kl_weight > 0 or self.config.entropy_weight > 0
         return [
-            replace(trained_row(timeline, sample), sample=place)
+            replace(trained_row(timeline, sample, self.knobs.teacher_weight or 0.0), sample=place)
             for place, sample in enumerate(samples)
             if sample.carries_loss or (sample.counts and is_regularized)
             for timeline in sample.timelines
@@ -326,9 +326,22 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode], how: M
         "num_trained_tokens": float(sum(sample.num_trained for sample in counted)),
         "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in whole), len(whole)),
         "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged_tokens(counted, how)),
+        "kl_teacher": teacher_kl(counted),
         "out_of_context_tokens": float(sum(line.num_out_of_context for sample in counted for line in sample.timelines)),
         **{f"{reason}_calls": float(untrained[reason]) for reason in Untrained},
     }
+
+
+def teacher_kl(samples: Sequence[Sample]) -> float | None:
+    """KL(policy || teacher) in nats a token, estimated on the trained ones; None where no teacher was asked."""
+    taught = [span for sample in samples for line in sample.timelines for span in line.spans if span.is_trained]
+    differences = [
+        sampling - teacher
+        for span in taught
+        if span.teacher_logprobs is not None
+        for sampling, teacher in zip(span.logprobs, span.teacher_logprobs, strict=True)
+    ]
+    return mean(math.fsum(differences), len(differences))
 
 
 def num_merged_tokens(samples: Sequence[Sample], how: Merge) -> int:

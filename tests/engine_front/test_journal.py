@@ -169,7 +169,7 @@ def test_a_journal_of_another_version_is_refused(tmp_path: Path) -> None:
     database.close()
 
     async def main() -> None:
-        with pytest.raises(JournalError, match=r"another version .journal 99, this one reads 2"):
+        with pytest.raises(JournalError, match=r"another version .journal 99, this one reads 3"):
             Journal(tmp_path / "journal.db")
 
     asyncio.run(main())

@@ -123,6 +123,7 @@ class PaperSample:
     reward: float
     policy: Tensor
     sampling: Tensor
+    teacher: Tensor
     reference: Tensor
     entropy: Tensor
 
@@ -132,7 +133,7 @@ def read_paper(model: Decoder, reference: Decoder, batch: Sequence[Episode]) -> 
     found = []
     for member in batch:
         for agent, reward in member.rewards.items():
-            columns: list[list[Tensor]] = [[], [], [], []]
+            columns: list[list[Tensor]] = [[], [], [], [], []]
             for one in member.calls:
                 if one.agent != agent or one.untrained_because or not one.completion_ids:
                     continue
@@ -142,12 +143,15 @@ def read_paper(model: Decoder, reference: Decoder, batch: Sequence[Episode]) -> 
                 for offset, token in enumerate(one.completion_ids):
                     at = len(one.prompt_ids) + offset - 1
                     policy, anchor = ((rows[at] / one.temperature).log_softmax(-1) for rows in logits)
-                    told = torch.tensor(one.logprobs[offset], dtype=torch.float64)
+                    told, taught = (
+                        torch.tensor(logprobs[offset], dtype=torch.float64)
+                        for logprobs in (one.logprobs, one.teacher_logprobs or one.logprobs)
+                    )
                     entropy = -(policy.exp() * policy).sum()
-                    for column, value in zip(columns, (policy[token], told, anchor[token], entropy), strict=True):
+                    values = (policy[token], told, taught, anchor[token].detach(), entropy)
+                    for column, value in zip(columns, values, strict=True):
                         column.append(value)
-            policy, told, anchor, entropy = (torch.stack(column) for column in columns)
-            found.append(PaperSample(member.group_id, agent, reward or 0.0, policy, told, anchor.detach(), entropy))
+            found.append(PaperSample(member.group_id, agent, reward or 0.0, *(torch.stack(one) for one in columns)))
     return found
 
 
@@ -175,7 +179,7 @@ def paper_advantages(algorithm: Algorithm, samples: Sequence[PaperSample]) -> li
     return found
 
 
-def paper_values(algorithm: Algorithm, sample: PaperSample, advantage: float, old: Tensor) -> Tensor:
+def paper_values(algorithm: Algorithm, sample: PaperSample, advantage: Tensor, old: Tensor) -> Tensor:
     """What each token of a sample is worth, of shape (n,)."""
     ratio = (sample.policy - old).exp()
     match algorithm:
@@ -209,17 +213,18 @@ def paper_loss(config: TrainerConfig, samples: Sequence[PaperSample]) -> Tensor:
             imitated.append(-sample.policy)
         if algorithm is Algorithm.SFT and advantage == 0:
             continue
-        if algorithm is Algorithm.DAPO and sample.group == "flat":
+        if algorithm is Algorithm.DAPO and sample.group == "flat" and not config.teacher_weight:
             continue
+        worth = advantage + (config.teacher_weight or 0.0) * (sample.teacher - sample.sampling)
         if config.off_policy is None:
-            values.append(paper_values(algorithm, sample, advantage, sample.sampling))
+            values.append(paper_values(algorithm, sample, worth, sample.sampling))
         else:
             weight = (sample.policy - sample.sampling).exp().detach()
             if config.off_policy is OffPolicy.TRUNCATED:
                 weight = weight.clamp(max=2.0)
             else:
                 weight = weight * ((weight >= 0.5) & (weight <= 5.0))
-            values.append(weight * paper_values(algorithm, sample, advantage, sample.policy.detach()))
+            values.append(weight * paper_values(algorithm, sample, worth, sample.policy.detach()))
         difference = sample.reference - sample.policy
         penalties.append(difference.exp() - difference - 1)
         entropies.append(sample.entropy)
@@ -255,6 +260,22 @@ def check_exactness(
                 loss, found = loss_and_gradient(model, config, batch, reference)
                 assert loss == pytest.approx(on_paper.item(), rel=LIMIT), (case, merge, size)
                 assert ((found - expected).norm() / expected.norm()).item() < LIMIT, (case, merge, size)
+
+
+@pytest.mark.parametrize("algorithm", [one for one in Algorithm if one is not Algorithm.SFT])
+def test_a_teacher_s_word_is_in_every_algorithm_what_it_is_on_paper(policy_dir: Path, algorithm: Algorithm) -> None:
+    draw = random.Random(1)
+    batch = []
+    for one in odd_batch():
+        calls = [
+            replace(
+                some, teacher_logprobs=None if some.untrained_because else [draw.uniform(-9, -4) for _ in some.logprobs]
+            )
+            for some in one.calls
+        ]
+        batch.append(replace(one, calls=tuple(calls)))
+    case = settings(algorithm, OWN_VALUES[algorithm]["aggregation"], teacher_weight=0.3)
+    check_exactness(policy_dir, batch, [case], (24, 10_000))
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)

@@ -1,0 +1,157 @@
+"""Asking a teacher how likely it finds what the policy sampled.
+
+The teacher is an OpenAI-compatible server that answers completions with `prompt_logprobs`, as vLLM does. It is given
+prompt and reply as token ids, so its tokenizer has to be the policy's. Its answers go into the journal with the batch:
+they depend on another machine, and an update that is done again has to come out the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from swarm_engine.config import TeacherConfig
+from swarm_engine.errors import TeacherError, shown
+from swarm_engine.tracker.codec import ChatCodec
+from swarm_engine.types import Call, Episode
+
+TIMEOUT_S = 120.0
+"""For one answer; a large teacher may have a queue."""
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Before each new attempt at a request that failed for want of the server, not for what was asked."""
+PASSING = frozenset({408, 409, 425, 429, *range(500, 600)})
+"""Statuses after which the same request may succeed."""
+
+
+PROBE = "The quick brown fox jumps over 13 lazy dogs.\n"
+"""What a teacher is asked about first, so that a wrong URL or tokenizer is told before anything is sampled."""
+
+
+class Teacher:
+    """One teacher. Connections are opened for a batch and closed after it."""
+
+    def __init__(self, config: TeacherConfig, pauses_s: Sequence[float] = PAUSES_S) -> None:
+        key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+        if config.api_key_env and not key:
+            raise TeacherError(
+                f"teacher.api_key_env names {config.api_key_env}, which is not set",
+                "set it in the environment that the server is started in",
+            )
+        self._config = config
+        self._pauses_s = pauses_s
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+
+    async def probe(self, codec: ChatCodec) -> None:
+        """See that it answers, and that its tokens are those of the policy where it says what they are.
+
+        Raises:
+            TeacherError: it doesn't, or has another tokenizer.
+        """
+        tokens = codec.encode_text(PROBE)
+        async with self._connect() as http:
+            answer = await self._ask(http, tokens)
+        read_logprobs(answer, tokens, 1)
+        entries = answer["choices"][0]["prompt_logprobs"]
+        for token, entry in zip(tokens[1:], entries[1:], strict=True):
+            theirs, ours = entry[str(token)].get("decoded_token"), codec.decode([token])
+            if theirs is not None and theirs.strip() != ours.strip():
+                raise TeacherError(
+                    f"the teacher reads token {token} as {shown(theirs)}, the policy as {shown(ours)}",
+                    "distillation by token needs a teacher with the policy's tokenizer",
+                )
+
+    async def judge(self, episodes: Sequence[Episode]) -> dict[str, tuple[float, ...]]:
+        """Log-probabilities in nats of every trained reply's tokens, by call id.
+
+        Raises:
+            TeacherError: it can't be reached, refuses, or answers something else.
+        """
+        calls = [
+            call
+            for episode in episodes
+            for call in episode.calls
+            if call.untrained_because is None and call.completion_ids
+        ]
+        places = asyncio.Semaphore(self._config.max_running)
+        async with self._connect() as http:
+
+            async def judge_call(call: Call) -> tuple[float, ...]:
+                tokens = call.prompt_ids + call.completion_ids
+                async with places:
+                    answer = await self._ask(http, tokens)
+                return read_logprobs(answer, tokens, len(call.prompt_ids))
+
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    asked = [tasks.create_task(judge_call(call)) for call in calls]
+            except* TeacherError as errors:
+                raise errors.exceptions[0] from None  # one is enough: all were asked of the same server
+        return {call.call_id: one.result() for call, one in zip(calls, asked, strict=True)}
+
+    def _connect(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self._config.base_url.rstrip("/") + "/", headers=self._headers, timeout=TIMEOUT_S
+        )
+
+    async def _ask(self, http: httpx.AsyncClient, tokens: Sequence[int]) -> Any:
+        """Its answer about some tokens."""
+        where = f"the teacher at {self._config.base_url}"
+        body = {"model": self._config.model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
+        for pause_s in (*self._pauses_s, None):
+            try:
+                response = await http.post("completions", json=body)
+            except httpx.HTTPError as error:
+                problem = f"{where} can't be reached: {error or type(error).__name__}"
+            else:
+                if response.is_success:
+                    return _json(response)
+                problem = f"{where} answers {response.status_code}: {shown(response.text)}"
+                if response.status_code not in PASSING:
+                    raise TeacherError(problem, "see that teacher.model is served there and takes prompts of token ids")
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
+        raise TeacherError(problem, "start it, then the engine again: completed episodes are in the journal")
+
+
+def with_teacher(episode: Episode, taught: Mapping[str, tuple[float, ...]]) -> Episode:
+    """An episode with what the teacher said of its calls."""
+    if not taught:
+        return episode
+    calls = tuple(replace(call, teacher_logprobs=taught.get(call.call_id)) for call in episode.calls)
+    return replace(episode, calls=calls)
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        return None  # which no reader takes for an answer
+
+
+def read_logprobs(answer: Any, tokens: Sequence[int], start: int) -> tuple[float, ...]:
+    """What a teacher's answer says of the tokens from `start` on, in nats.
+
+    Raises:
+        TeacherError: it doesn't say it.
+    """
+    try:
+        entries = answer["choices"][0]["prompt_logprobs"]
+        found = tuple(
+            float(entry[str(token)]["logprob"]) for entry, token in zip(entries[start:], tokens[start:], strict=True)
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise TeacherError(
+            f"the teacher's answer has no prompt_logprobs for every token ({type(error).__name__}: {error})",
+            "it has to be served by vLLM, or by a server that answers completions as vLLM does",
+        ) from error
+    if not all(math.isfinite(logprob) and logprob <= 0 for logprob in found):
+        raise TeacherError(
+            "the teacher's answer holds log-probabilities that are not finite or above 0", "look at its log"
+        )
+    return found
