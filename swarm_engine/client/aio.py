@@ -127,7 +127,7 @@ class Episode:
             step_rewards: of single calls, by call id, beside the reward of the whole; see docs/trainer.md.
         Raises:
             EpisodeLostError: the episode is gone.
-            NotFiniteError: a reward or metric is NaN or infinite.
+            NotFiniteError: a reward or metric is no finite number.
             SwarmRequestError: the reward makes no sense, or it has ended differently before.
         """
         body = wire.end_body(reward, outcome, metrics, step_rewards)

@@ -8,7 +8,7 @@ SwarmError
 ├── ClaimTimeoutError          no episode was free in time; `reason` says why
 ├── GroupSizeError             a run plays its tasks as often as no group of the server has places
 ├── EpisodeNotEndedError       a rollout left its episode without `end`
-├── NotFiniteError             a reward or metric is NaN or infinite
+├── NotFiniteError             a reward or metric is no finite number
 └── SwarmProtocolError         the answer is not one of a swarm's
 """
 
@@ -65,7 +65,7 @@ class EpisodeNotEndedError(SwarmError):
 
 
 class NotFiniteError(SwarmError):
-    """A reward or metric is NaN or infinite. The episode still runs and can be ended with another."""
+    """A reward or metric is no finite number. The episode still runs and can be ended with another."""
 
 
 class TokenFileError(SwarmError):

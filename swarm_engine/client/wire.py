@@ -283,28 +283,43 @@ def end_body(
     """Body of an episode's end.
 
     Raises:
-        NotFiniteError: a number in it is NaN or infinite.
+        NotFiniteError: a reward or metric is no finite number.
     """
-    by_name = reward.items() if isinstance(reward, Mapping) else [(None, reward)]
-    for agent, value in by_name:
-        if value is not None and not math.isfinite(value):
-            whose = "reward" if agent is None else f"reward of agent {agent!r}"
-            raise NotFiniteError(f"{whose} is {value}, which can't be trained on; give None where it can't be judged")
-    for name, value in (metrics or {}).items():
-        if not math.isfinite(value):
-            raise NotFiniteError(f"metric {name!r} is {value}; leave it out")
-    for call_id, value in (step_rewards or {}).items():
-        if not math.isfinite(value):
-            raise NotFiniteError(f"step reward of call {call_id!r} is {value}; leave it out")
-    body: dict[str, Any] = {
-        "reward": dict(reward) if isinstance(reward, Mapping) else reward,
-        "outcome": Outcome(outcome),
-    }
+    unjudged = ", which can't be trained on; give None where it can't be judged"
+
+    def judged(value: float | None, what: str) -> float | None:
+        return None if value is None else _number(value, what, unjudged)
+
+    if isinstance(reward, Mapping):
+        given: Any = {agent: judged(value, f"reward of agent {agent!r}") for agent, value in reward.items()}
+    else:
+        given = judged(reward, "reward")
+    body: dict[str, Any] = {"reward": given, "outcome": Outcome(outcome)}
     if metrics:
-        body["metrics"] = dict(metrics)
+        body["metrics"] = {
+            name: _number(value, f"metric {name!r}", "; leave it out") for name, value in metrics.items()
+        }
     if step_rewards:
-        body["step_rewards"] = [{"call_id": call_id, "reward": value} for call_id, value in step_rewards.items()]
+        body["step_rewards"] = [
+            {"call_id": call_id, "reward": _number(value, f"step reward of call {call_id!r}", "; leave it out")}
+            for call_id, value in step_rewards.items()
+        ]
     return body
+
+
+def _number(value: Any, what: str, way_out: str) -> float:
+    """A number of any library's kind as JSON knows it.
+
+    Raises:
+        NotFiniteError: it is none, or not finite.
+    """
+    try:
+        number = float(value) if not isinstance(value, str | bytes) else math.nan
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise NotFiniteError(f"{what} is {value!r:.80}{way_out}")
+    return number
 
 
 def read_status(answer: Mapping[str, Any]) -> Status:

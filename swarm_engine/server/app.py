@@ -72,7 +72,8 @@ class FrontApp:
         try:
             self._hosts.check(host.decode("latin-1"))
         except WrongHostError as error:
-            shape = error_shape(scope) if scope["path"].startswith(PREFIX) else body_of
+            is_inference = scope["path"].startswith(PREFIX) or stray_route(scope)
+            shape = error_shape(scope) if is_inference else body_of
             await send_json(send, error.status, shape(error))
             return
         if scope["path"].startswith(PREFIX):

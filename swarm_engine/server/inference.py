@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -78,7 +79,7 @@ def parse_path(raw_path: str) -> Target:
     agent = None
     if len(rest) >= 2 and rest[0] == "agents":
         agent, rest = unquote(rest[1]), rest[2:]
-    if rest and rest[0] == "v1":
+    while rest and rest[0] == "v1":  # an SDK adds its own to a URL that has one
         rest = rest[1:]
     if not episode_id or not rest:
         raise NotFoundError(f"there is no route {raw_path!r}", "use BASE_URL/chat/completions or BASE_URL/models")
@@ -87,7 +88,7 @@ def parse_path(raw_path: str) -> Target:
 
 def stray_route(scope: Scope) -> str | None:
     """The inference route that a path outside of every episode asks for; None where it is no such path."""
-    route: str = scope["path"].strip("/").removeprefix("v1/")
+    route: str = re.sub(r"^(v1/)*", "", scope["path"].strip("/"))
     return route if route in ROUTES or route.startswith(MODELS + "/") else None
 
 

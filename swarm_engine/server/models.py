@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     Field,
     StringConstraints,
@@ -21,7 +22,9 @@ from swarm_engine.types import Mode, Outcome
 Name = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 MAX_REWARD = 1e9
 """Baselines and deviations square rewards; far larger ones would overflow there, after they are on record."""
-Reward = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(lambda value: value + 0.0)]
+"""Neither a truth nor a text; -0.0 becomes 0.0, which it equals."""
+Reward = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 
 def _in_plain_words(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -83,7 +86,7 @@ class End(Body):
     """A bare number goes to every agent; null where it can't be judged."""
     step_rewards: list[StepReward] = Field(default_factory=list)
     outcome: Outcome
-    metrics: dict[Name, float] = Field(default_factory=dict)
+    metrics: dict[Name, Number] = Field(default_factory=dict)
 
 
 class Abort(Body):

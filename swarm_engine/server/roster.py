@@ -415,7 +415,7 @@ class Roster:
         episode = self._live.get(episode_id)
         if episode is None:
             row = await self.ended_row(episode_id)
-            ending = Ending(_by_agent(reward, tuple(row.rewards)), outcome, metrics, step_rewards)
+            ending = Ending(_by_agent(reward, tuple(row.rewards) or (DEFAULT_AGENT,)), outcome, metrics, step_rewards)
             _check_same_end(episode_id, row.request, ending.as_text())
             return ending.rewards
         rewards = _by_agent(reward, episode.agents or episode.tracker.agents or (DEFAULT_AGENT,))

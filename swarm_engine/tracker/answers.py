@@ -19,6 +19,8 @@ class ToolCall:
     name: str
     arguments: str
     """As sampled, well-formed JSON or not."""
+    written_id: str | None = None
+    """The id that the model itself gave it, which its history shows; None where the reply has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +32,19 @@ class Answer:
     """None where the reply holds none, or an empty block of it."""
     tool_calls: tuple[ToolCall, ...] = ()
 
-    def message(self) -> Message:
-        """The reply as the message that comes back in a history."""
+    def message(self, *, has_written_ids: bool = False) -> Message:
+        """The reply as the message that comes back in a history.
+
+        Args:
+            has_written_ids: whether calls go by the ids that the model wrote, as it sees them, where it wrote any.
+        """
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
             message["tool_calls"] = [
                 {
-                    "id": call.call_id,
+                    "id": (call.written_id if has_written_ids else None) or call.call_id,
                     "type": "function",
                     "function": {"name": call.name, "arguments": read_arguments(call.arguments)},
                 }

@@ -211,12 +211,25 @@ class ChatCodec:
             )
 
     def _tells_names_of_replies(self) -> bool:
+        """Whether a prompt shows them anywhere: of one speaker or of several, in replies or in calls."""
         first, reply, last = PROBE
-        try:
-            named = self.template.render([first, {**reply, "name": "probe"}, last], add_generation_prompt=True)
-            return named != self.template.render(PROBE, add_generation_prompt=True)
-        except BadRequestError:
-            return True
+        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+        result = self.protect({"role": "tool", "tool_call_id": call["id"], "content": "seen"})
+        calling = self.protect({"role": "assistant", "content": "", "tool_calls": [call]})
+        probes: list[list[Message]] = [[first, reply, last], [first, reply, last, reply, last]]
+        if self._wants.has_calls:
+            probes.append([first, calling, result, reply, last])
+        for probe in probes:
+            named = [
+                {**message, "name": f"probe{place}"} if message["role"] == "assistant" else message
+                for place, message in enumerate(probe)
+            ]
+            try:
+                if self.render(named) != self.render(probe):
+                    return True
+            except BadRequestError:
+                return True
+        return False
 
     def without_labels(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Messages without the names of replies, where the template does not show them.
@@ -301,7 +314,7 @@ class ChatCodec:
 
     def stand_in(self, answer: Answer) -> Message:
         """A protected message shaped like an answer, with a mark of its own in place of every part."""
-        message = answer.message()
+        message = answer.message(has_written_ids=True)
         if answer.content.strip() or not answer.tool_calls:
             message["content"] = mark_of("content")
         if answer.reasoning is not None:

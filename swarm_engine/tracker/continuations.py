@@ -58,7 +58,10 @@ def _read(record: EpisodeRecord) -> Mapping[str, Asked]:
             messages, tools = note.messages, note.tools
         else:
             base = asked[note.extends]
-            messages, tools = (*base.messages, base.note.answer.message(), *note.messages), base.tools
+            messages, tools = (
+                (*base.messages, base.note.answer.message(has_written_ids=True), *note.messages),
+                base.tools,
+            )
         asked[call.call_id] = Asked(call, note, messages, tools)
     return asked
 

@@ -69,9 +69,9 @@ class Markup:
         )
         """A call's JSON object up to its arguments, in the usual order."""
         opens = f"(?:{_relaxed(calls.opens)})?" if calls.opens else ""
-        middle = _relaxed(calls.middle) or r"(?=\{)"
+        middle = _relaxed(calls.middle, "id") or r"(?=\{)"
         self.named_head = re.compile(rf"{opens}\s*{_relaxed(calls.call_opens)}\s*(?P<name>[\w.:/-]+)\s*{middle}\s*")
-        """A named call up to its arguments."""
+        """A named call up to its arguments; `id` is the model's own, where the markup has a place for one."""
 
     def mark(self, text: str) -> str:
         """Markup as it shows in sampled tokens."""
@@ -91,7 +91,10 @@ class Markup:
         return (marked or plain or [""])[0]
 
 
-def _relaxed(markup: str) -> str:
-    """A pattern for markup in which white space counts for nothing and an id is any id."""
+def _relaxed(markup: str, name: str | None = None) -> str:
+    """A pattern for markup in which white space counts for nothing and an id is any id; `name` is the first one's."""
     parts = re.findall(rf"{MARK}?[^\s{MARK}]+", markup)
-    return r"\s*".join(re.escape(part).replace(ANY, r"[^\s<>\[\]]*") for part in parts)
+    pattern = r"\s*".join(map(re.escape, parts))
+    if name is not None:
+        pattern = pattern.replace(ANY, rf"(?P<{name}>{ANY})", 1)
+    return pattern.replace(ANY, r"[^\s<>\[\]]*")

@@ -55,8 +55,6 @@ CALL_FIELDS = ("id", "type", "function", "index")
 FUNCTION_FIELDS = ("name", "arguments")
 TOOL_FIELDS = ("type", "function")
 SIGNATURE_FIELDS = ("name", "description", "parameters", "strict")
-EMPTY: tuple[Any, ...] = (None, False, "", [], {})
-"""Values with which a field says nothing."""
 
 
 def parse_messages(raw: Any) -> tuple[Message, ...]:
@@ -138,6 +136,11 @@ def _parse_tool(raw: Any, where: str) -> Tool:
     return {"type": "function", "function": parsed}
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a field with this value says nothing; a zero says something."""
+    return value is None or value is False or value in ("", [], {})
+
+
 def check_fields(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     """See that an object of a request says nothing that would be passed over.
 
@@ -145,7 +148,7 @@ def check_fields(raw: Mapping[str, Any], known: Sequence[str], where: str) -> No
         UnsupportedError: it has a field beside the known ones, and that is not empty.
     """
     for key, value in raw.items():
-        if key not in known and value not in EMPTY:
+        if key not in known and not is_empty(value):
             raise UnsupportedError(
                 f"{where}.{shortened(key)} is not taken by this server",
                 f"leave it out; known: {', '.join(known)}",

@@ -137,8 +137,8 @@ class ReplyReader:
                     content.append(text)
                 case ReasoningDelta(text):
                     reasoning.append(text)
-                case ToolCallDelta(_, call_id, name, arguments):
-                    calls.append(ToolCall(call_id, name, arguments))
+                case ToolCallDelta(index, call_id, name, arguments):
+                    calls.append(ToolCall(call_id, name, arguments, self._parser.written_ids.get(index)))
         return Answer("".join(content), "".join(reasoning) or None, tuple(calls))
 
     def _decode(self, token_ids: Sequence[int]) -> list[tuple[str, str]]:

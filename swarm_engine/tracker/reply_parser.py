@@ -13,7 +13,7 @@ from swarm_engine.tracker.markup import CHANNEL_TAGS, Markup
 
 FIRST_KEY = re.compile(r'\s*\{\s*(?:"(?P<key>(?:[^"\\]|\\.)*)"\s*:|[^"\s])')
 CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
-
+WRITTEN_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 Steps = Generator[None, None, None]
 """Reads on and yields where it needs more text. Once the text is over it yields no more."""
@@ -34,6 +34,8 @@ class ReplyParser:
         """Where each delta ends, in characters of all that was fed."""
         self.reasoning: list[tuple[int, int]] = []
         """Where reasoning stood, from its mark to behind its last one, in characters of all that was fed."""
+        self.written_ids: dict[int, str] = {}
+        """By number of the call, ids that the model gave calls itself."""
         self._num_fed = 0
         self._call_id = call_id
         self._tools = tools
@@ -167,6 +169,11 @@ class ReplyParser:
         self._space = text[len(body) :]
         return body.lstrip() if is_first else body
 
+    def _note_id(self, raw: str | None) -> None:
+        """What stands where a call's id may stand, of the newest call."""
+        if raw and WRITTEN_ID.fullmatch(raw):
+            self.written_ids[self._num_calls - 1] = raw
+
     def _begin_call(self, name: str) -> None:
         self._emit(ToolCallDelta(self._num_calls, tool_call_id(self._call_id, self._num_calls), name, ""))
         self._num_calls += 1
@@ -263,6 +270,7 @@ class ReplyParser:
                     return False
                 self._text = self._text[head.end() :]
                 self._begin_call(name)
+                self._note_id(text_of(members_of(head.group()).get("id", "")))
                 yield from self._arguments(ends, "")
                 yield from self._close_object(ends)
                 return True
@@ -285,6 +293,7 @@ class ReplyParser:
             return False
         self._text = self._text[len(block) :]
         self._begin_call(name)
+        self._note_id(text_of(members.get("id", "")))
         self._add_arguments("{}" if arguments is None else arguments)
         self._space = ""
         return True
@@ -306,13 +315,16 @@ class ReplyParser:
             yield
 
     def _close_object(self, ends: Sequence[str]) -> Steps:
-        """Go past the rest of a call's JSON object."""
-        scan = JsonScan(depth=1)
+        """Go past the rest of a call's JSON object, which may hold its id."""
+        scan, rest = JsonScan(depth=1), '{"arguments": 0'
         while True:
             at, length = self._find(ends)
             end = scan.feed(self._text[:length])
-            self._text = self._text[length if end is None else end :]
+            used = length if end is None else end
+            rest += self._text[:used]
+            self._text = self._text[used:]
             if end is not None or at is not None or self._is_over:
+                self._note_id(text_of(members_of(rest).get("id", "")))
                 return
             yield
 
@@ -340,6 +352,7 @@ class ReplyParser:
             yield
         self._text = self._text[head.end() :]
         self._begin_call(head["name"])
+        self._note_id(head.groupdict().get("id"))
         yield from self._arguments((markup.call_end, markup.end, *markup.openers), markup.soft_end)
         if markup.soft_end:
             yield from self._wait(markup.soft_end)

@@ -116,7 +116,8 @@ class EpisodeTracker:
         self._num_drafts = 0
         self._num_by_agent: dict[str, int] = {}
         self._answered: dict[str, _Answered] = {}
-        self._by_digest: dict[bytes, str] = {}
+        self._by_digest: dict[bytes, list[str]] = {}
+        """Calls whose answer completes a conversation, by its digest, the newest last."""
         self._raw: dict[str, list[tuple[bytes, str]]] = {}
         """By agent, prompt and reply of every call whose prompt came as token ids."""
 
@@ -192,7 +193,7 @@ class EpisodeTracker:
         """The call with the longest history that these messages begin with, its answer included."""
         for count in range(len(messages), 1, -1):
             if messages[count - 1]["role"] == "assistant" and (found := self._by_digest.get(digests[count])):
-                return self._answered[found]
+                return self._answered[found[-1]]
         return None
 
     def _render(self, agent: str, messages: tuple[Message, ...], tools: tuple[Tool, ...], digest: bytes) -> Draft:
@@ -226,7 +227,7 @@ class EpisodeTracker:
         codec, before = self._codec, base.draft
         num_known = len(before.messages) + 1
         later = _rename_calls(messages[num_known - 1], base.answer, messages[num_known:])
-        answer = base.answer.message()
+        answer = base.answer.message(has_written_ids=True)
         protected_later = tuple(map(codec.protect, later))
         protected = (*before.protected, codec.protect(answer), *protected_later)
         rendered = codec.render(protected, before.protected_tools)
@@ -316,7 +317,7 @@ class EpisodeTracker:
                 written = _packed(call.prompt_ids + call.completion_ids)
                 self._raw.setdefault(draft.agent, []).append((written, draft.call_id))
             else:
-                self._by_digest[extend_digest(draft.digest, answer.message())] = draft.call_id
+                self._by_digest.setdefault(extend_digest(draft.digest, answer.message()), []).append(draft.call_id)
         return call
 
     def cancel(self, draft: Draft) -> None:
@@ -324,11 +325,10 @@ class EpisodeTracker:
         known = self._answered[draft.call_id]
         call = replace(known.call, finish_reason=FinishReason.CANCELLED, untrained_because=Untrained.CANCELLED)
         self._answered[draft.call_id] = replace(known, call=call)
-        digest = extend_digest(draft.digest, known.answer.message())
-        if self._by_digest.get(digest) == draft.call_id:
-            del self._by_digest[digest]
         if draft.is_raw:
             self._raw[draft.agent] = [one for one in self._raw[draft.agent] if one[1] != draft.call_id]
+        else:
+            self._by_digest[extend_digest(draft.digest, known.answer.message())].remove(draft.call_id)
 
     def calls(self) -> tuple[Call, ...]:
         """Every answered call in order of arrival, unused retries marked."""
@@ -378,14 +378,18 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _rename_calls(sent: Message, answer: Answer, later: Sequence[Message]) -> tuple[Message, ...]:
-    """Later messages with the ids of the answer's calls as they were returned; some frameworks make their own."""
-    ours = [call.call_id for call in answer.tool_calls]
-    renamed = {call["id"]: own for call, own in zip(sent.get("tool_calls", ()), ours, strict=True) if call["id"] != own}
-    if not renamed:
-        return tuple(later)
-    return tuple(
-        {**message, "tool_call_id": renamed.get(message["tool_call_id"], message["tool_call_id"])}
-        if "tool_call_id" in message
-        else message
-        for message in later
-    )
+    """Later messages with the ids of the answer's calls as the model sees them; some frameworks make their own.
+
+    An id means the newest call that has it: frameworks that count anew in each reply use one again.
+    """
+    seen = [call.written_id or call.call_id for call in answer.tool_calls]
+    renamed = {call["id"]: own for call, own in zip(sent.get("tool_calls", ()), seen, strict=True)}
+    found = []
+    for message in later:
+        for call in message.get("tool_calls", ()):
+            renamed.pop(call["id"], None)
+        if (given := message.get("tool_call_id")) in renamed:
+            found.append({**message, "tool_call_id": renamed[given]})
+        else:
+            found.append(message)
+    return tuple(found)

@@ -6,6 +6,7 @@ timelines, so that merging them changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,13 @@ from swarm_engine.merger import merge
 from swarm_engine.trainer.algorithms import METHODS, Method, Scope
 from swarm_engine.trainer.algorithms.dapo import overlong_punishment
 from swarm_engine.trainer.algorithms.sft import is_worth_imitating
-from swarm_engine.types import Episode, Outcome, Timeline
+from swarm_engine.types import Episode, Outcome, Timeline, Untrained
 
 LARGEST_REWARD = 1e100
 """Beyond it the squares of a group's rewards overflow, and a reward says no more than infinity does."""
+
+UNACTED = frozenset({Untrained.CANCELLED, Untrained.UNUSED_RETRY})
+"""Replies that nobody acted on, so that a reward for one says nothing of any other."""
 
 
 class Drop(StrEnum):
@@ -59,6 +63,8 @@ class Sample:
     """By call id, for calls of this agent."""
     call_ids: tuple[str, ...] = ()
     """Its calls, in order of arrival."""
+    prompts: tuple[int, ...] = ()
+    """For each of them a number that it shares with those of the same prompt: choices of one ask, and retries."""
     advantage: float = 0.0
     """Of every token."""
     step_advantages: Mapping[str, float] = field(default_factory=dict)
@@ -169,17 +175,22 @@ def step_advantages(samples: Sequence[Sample], method: Method, knobs: Knobs) -> 
     """Process supervision (Shao et al. 2024, arXiv:2402.03300, section 4.1.3), by call id for each sample.
 
     The rewards of all steps of all samples are measured against each other; a call gets the sum of its own and of those
-    of the later calls of its agent. A call without a reward adds nothing and still gets what comes later.
+    of the later calls of its agent. A call without a reward adds nothing and still gets what comes later. Calls of one
+    prompt stand beside each other, so none is later than another.
     """
     measured = iter(method.advantages([reward for sample in samples for reward in sample.step_rewards.values()], knobs))
     found: list[dict[str, float]] = []
     for sample in samples:
         own = {call_id: next(measured) for call_id in sample.step_rewards}
         to_go: dict[str, float] = {}
-        total = 0.0
-        for call_id in reversed(sample.call_ids) if own else ():
-            total += own.get(call_id, 0.0)
-            to_go[call_id] = total
+        later, total = dict[int, float](), 0.0
+        """By prompt, and of all."""
+        for call_id, prompt in reversed(list(zip(sample.call_ids, sample.prompts, strict=True))) if own else ():
+            worth = own.get(call_id, 0.0)
+            beside = prompt in later
+            to_go[call_id] = worth + (math.fsum(later[one] for one in later if one != prompt) if beside else total)
+            later[prompt] = later.get(prompt, 0.0) + worth
+            total += worth
         found.append(to_go)
     return found
 
@@ -247,7 +258,12 @@ def _sample(episode: Episode, agent: str, config: TrainerConfig, version: int, m
     calls = [call for call in episode.calls if call.agent == agent]
     raw = [call.timeline() for call in calls]
     reward = episode.rewards.get(agent)
-    steps = {call.call_id: episode.step_rewards[call.call_id] for call in calls if call.call_id in episode.step_rewards}
+    steps = {
+        call.call_id: episode.step_rewards[call.call_id]
+        for call in calls
+        if call.call_id in episode.step_rewards and call.untrained_because not in UNACTED
+    }
+    prompts: dict[tuple[int, ...], int] = {}
     sample = Sample(
         episode_id=episode.episode_id,
         group_id=episode.group_id,
@@ -257,6 +273,7 @@ def _sample(episode: Episode, agent: str, config: TrainerConfig, version: int, m
         num_raw_tokens=sum(len(timeline.tokens) for timeline in raw),
         step_rewards=steps,
         call_ids=tuple(call.call_id for call in calls),
+        prompts=tuple(prompts.setdefault(call.prompt_ids, len(prompts)) for call in calls),
     )
     drop: Drop | None = None
     if episode.outcome is Outcome.ENV_ERROR:

@@ -63,6 +63,10 @@ def test_names_with_every_kind_of_line_end_come_back_whole_in_the_events(serving
         (float("nan"), None, "reward is nan, .* give None where it can't be judged"),
         ({"white": 1.0, "black": float("-inf")}, None, "reward of agent 'black' is -inf"),
         (None, {"moves": 3.0, "speed": float("inf")}, "metric 'speed' is inf; leave it out"),
+        ("1", None, "reward is '1', which can't be trained on"),
+        (10**400, None, "reward is 1000"),
+        ([1.0], None, r"reward is \[1.0\], which"),
+        (None, {"moves": None}, "metric 'moves' is None; leave it out"),
     ],
 )
 def test_a_number_that_is_none_is_refused_in_words_and_the_episode_can_end_with_another(

@@ -160,6 +160,29 @@ def test_an_episode_from_claim_to_timelines(engine: Served) -> None:
     }
 
 
+def test_an_end_that_says_something_else_is_a_conflict_however_little_was_said_before(engine: Served) -> None:
+    """Nobody was rewarded; then somebody is. And a zero is a zero, whatever its sign."""
+    with engine.client() as client:
+        nobody, zero = (client.episode(name, mode=EVAL) for name in ("nobody", "zero"))
+    path = f"/episodes/{nobody.episode_id}/end"
+    assert ask(engine, "POST", path, {"reward": {}, "outcome": "success"}).json()["rewards"] == {}
+    assert error_of(ask(engine, "POST", path, {"reward": 1.0, "outcome": "success"})) == (409, "ended_differently")
+    path = f"/episodes/{zero.episode_id}/end"
+    for reward in (0.0, -0.0, 0):
+        assert ask(engine, "POST", path, {"reward": reward, "outcome": "success"}).status_code == 200
+
+
+@pytest.mark.parametrize("reward", [True, "1.5", {"main": True}, {"main": "1"}])
+def test_neither_a_truth_nor_a_text_is_a_reward(engine: Served, reward: Any) -> None:
+    with engine.client() as client, client.episode("strict", mode=EVAL) as episode:
+        path = f"/episodes/{episode.episode_id}/end"
+        assert ask(engine, "POST", path, {"reward": reward, "outcome": "success"}).status_code == 422
+        steps = [{"call_id": "x", "reward": True}]
+        body = {"reward": 1.0, "outcome": "success", "step_rewards": steps}
+        assert ask(engine, "POST", path, body).status_code == 422
+        episode.end(reward=1)
+
+
 def test_the_same_end_twice_is_one_episode_and_another_end_a_conflict(engine: Served) -> None:
     """B097."""
     with engine.client() as client:

@@ -97,8 +97,22 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [({"name": "a b"}, "name"), ({"description": 5}, "description"), ({"input_schema": 5}, "input_schema")],
+)
+def test_a_tool_that_is_wrong_is_told_with_the_names_of_its_own_api(
+    engine: Served, change: dict[str, Any], place: str
+) -> None:
+    with episode(engine) as claimed:
+        tool = {"name": "f", "input_schema": {"type": "object"}, **change}
+        answer = post(claimed, "messages", {**BODIES["messages"], "tools": [tool]})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(f"tools[0].{place} ")
+
+
 @pytest.mark.parametrize("route", BODIES)
-@pytest.mark.parametrize("prefix", ["", "v1/", "agents/me/", "agents/me/v1/"])
+@pytest.mark.parametrize("prefix", ["", "v1/", "v1/v1/", "agents/me/", "agents/me/v1/", "agents/v1/v1/v1/"])
 def test_every_route_answers_everywhere_streamed_and_whole_with_the_same_ids(
     engine: Served, route: str, prefix: str
 ) -> None:
@@ -114,7 +128,7 @@ def test_every_route_answers_everywhere_streamed_and_whole_with_the_same_ids(
         assert first == second
         with engine.client() as client:
             agents = {timeline["agent"] for timeline in client.timelines(claimed.episode_id)}
-        assert agents == {"me" if "agents" in prefix else "main"}
+        assert agents == {prefix.split("/")[1] if prefix.startswith("agents/") else "main"}
 
 
 @pytest.mark.parametrize("route", BODIES)
@@ -1113,7 +1127,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
     ("chat/completions", {"functions": [{"name": "f"}]}, "functions"),
     ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
-    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format.schema"),
+    ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ("chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
     ("chat/completions", {"web_search_options": {}}, "web_search_options"),
     ("chat/completions", {"verbosity": "low"}, "verbosity"),
@@ -1196,7 +1210,35 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"instructions": "a", "input": [*HI, {"role": "user", "content": [{"type": "input_text", "text": "\ufdd0"}]}]},
         "input[1].content[0].text",
     ),
-    ("responses", {"instructions": "a", "input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
+    ("responses", {"instructions": "a", "input": [{"type": "function_call", "call_id": "a"}]}, "input[0].arguments"),
+    (
+        "responses",
+        {"instructions": "a", "input": [*HI, {"type": "function_call", "call_id": "a", "arguments": "{}"}]},
+        "input[1].name",
+    ),
+    *(
+        ("responses", {"input": [*HI, {"role": role, "content": "orphan", "tool_call_id": "x"}]}, "input[1].role")
+        for role in ("tool", "function", "judge", None)
+    ),
+    *(
+        ("responses", {"input": [{"type": "reasoning", "id": "r", **thought}, *HI]}, f"input[0].{place}")
+        for thought, place in (
+            ({"encrypted_content": {"a": 1}}, "encrypted_content"),
+            ({"content": [{"type": "reasoning_text", "text": None}]}, "content[0].text"),
+            ({"content": [{"type": "image", "data": "x"}]}, "content[0].type"),
+            ({"summary": [{"type": "summary_text", "text": "\ufdd0"}]}, "summary[0].text"),
+        )
+    ),
+    *(
+        ("responses", {"tools": [{"type": "function", "name": "f", **change}]}, f"tools[0].{place}")
+        for change, place in (({"name": "a b"}, "name"), ({"description": 5}, "description"), ({"strict": 5}, "strict"))
+    ),
+    ("responses", {"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a", "temperature": 0}]},
+        "messages[0].temperature",
+    ),
 ]
 
 

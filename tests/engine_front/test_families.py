@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,48 @@ def test_a_label_on_a_reply_that_the_template_does_not_show_makes_no_branch(kind
     assert len(chat.rows()) == 1
 
 
+OWN_IDS = {
+    "mistral": '[TOOL_CALLS] [{"name": "look", "arguments": {"q": "a"}, "id": "abcdefghi"}, '
+    '{"id": "123456789", "name": "look", "arguments": {"q": "b"}}]</s>',
+    "mistral_named": '[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{"q": "a"}'
+    '[TOOL_CALLS]look[CALL_ID]123456789[ARGS]{"q": "b"}</s>',
+}
+
+
+@pytest.mark.parametrize("names", [None, ("x1", "x2")], ids=["the server's ids", "the framework's ids"])
+@pytest.mark.parametrize("kind", OWN_IDS)
+def test_a_result_comes_back_under_the_id_that_the_model_gave_its_call(kind: str, names: Sequence[str] | None) -> None:
+    """Whatever the caller calls it: the model has only its own ids to tell two results apart."""
+    chat = Chat(kind, tools=TOOLS)
+    chat.messages = [user("hi")]
+    chat.turn(OWN_IDS[kind])
+    for call, name in zip(chat.messages[-1]["tool_calls"], names or (), strict=False):
+        call["id"] = name
+    (draft,) = chat.ask(*chat.messages, *chat.results("seventeen", "eighteen"))
+    assert draft.extends is not None
+    results = chat.codec.show(draft.prompt_ids).partition("[TOOL_RESULTS]")[2]
+    places = [results.index(text) for text in ("abcdefghi", "123456789", "seventeen", "eighteen")]
+    assert min(places[1], places[3]) > max(places[0], places[2]), results
+    assert all(name not in results for name in names or ())
+
+
+@pytest.mark.parametrize("kind", OWN_IDS)
+def test_an_id_that_is_used_again_means_the_newest_call(kind: str) -> None:
+    """A framework that counts anew in each reply, whose second reply is none of ours: it was edited."""
+    chat = Chat(kind, tools=TOOLS)
+    chat.messages = [user("hi")]
+    chat.turn(call_text(kind))
+    chat.messages[-1]["tool_calls"][0]["id"] = "call00000"
+    chat.messages += chat.results("seventeen")
+    function = {"name": "look", "arguments": '{"q": "edited"}'}
+    edited = {"id": "call00000", "type": "function", "function": function}
+    chat.messages.append({"role": "assistant", "content": None, "tool_calls": [edited]})
+    (draft,) = chat.ask(*chat.messages, *chat.results("eighteen"), user("go"))
+    shown = chat.codec.show(draft.prompt_ids)
+    behind = shown[shown.index("seventeen") :]
+    assert shown.count("call00000") == behind.count("call00000") == 2, "the edited call and its result"
+
+
 def test_a_template_that_shows_the_names_of_replies_gets_them() -> None:
     plain = "{{- '<|im_start|>assistant\\n' + (message.content or '') }}"
     named = "{{- '<|im_start|>assistant ' + (message.name or '') + '\\n' + (message.content or '') }}"
@@ -96,6 +139,20 @@ def test_a_template_that_shows_the_names_of_replies_gets_them() -> None:
     assert "assistant researcher\nok" in codec.show(tracker.draft("main", asked).prompt_ids)
     plainly = EpisodeTracker("e", "policy", CODECS["qwen25"]).draft("main", asked)
     assert "assistant\nok" in codec.show(plainly.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    "condition", ["message.tool_calls", "messages | map(attribute='name', default='') | unique | list | length > 2"]
+)
+def test_names_that_a_template_shows_now_and_then_are_kept(condition: str) -> None:
+    """Of calls alone, or where there are several speakers."""
+    plain = "{{- '<|im_start|>assistant\\n' + (message.content or '') }}"
+    named = "{{- '<|im_start|>assistant ' + ((message.name or '') if " + condition + " else '') + '\\n' }}"
+    assert plain in QWEN25.template
+    changed = QWEN25.template.replace(plain, named + "{{- message.content or '' }}")
+    codec = dataclasses.replace(QWEN25, template=changed).codec()
+    labelled = [{"role": "assistant", "content": "ok", "name": "bob"}]
+    assert codec.without_labels(labelled) == tuple(labelled)
 
 
 def test_thinking_is_kept_while_tools_are_called_and_dropped_by_the_next_question() -> None:

@@ -64,7 +64,9 @@ def test_the_openai_sdk_works_with_and_without_v1(engine: Served, episode: SyncE
     assert choice.finish_reason == ("stop" if sampled["token_ids"][-1] == END_ID else "length")
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/v1/chat/completions", "/v1/responses", "/v1/models/policy"])
+@pytest.mark.parametrize(
+    "path", ["/chat/completions", "/v1/chat/completions", "/v1/v1/responses", "/v1/responses", "/v1/models/policy"]
+)
 def test_an_inference_route_without_an_episode_says_where_its_routes_are(engine: Served, path: str) -> None:
     answer = httpx.request("GET" if "models" in path else "POST", engine.url + path, json={})
     error = answer.json()["error"]
@@ -73,6 +75,8 @@ def test_an_inference_route_without_an_episode_says_where_its_routes_are(engine:
         f"{path} is a route of an episode, and this address names none; claim an episode with POST /swarm/v1/episodes "
         "and use the base_url and api_key that it returns"
     )
+    elsewhere = httpx.post(engine.url + path, json={}, headers={"host": "elsewhere.example"})
+    assert (elsewhere.status_code, elsewhere.json()["error"]["type"]) == (421, "invalid_request_error")
 
 
 def test_so_does_anthropics_route_in_its_own_shape(engine: Served) -> None:

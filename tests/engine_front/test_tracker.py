@@ -370,6 +370,21 @@ def test_a_finished_call_that_is_taken_back_is_not_trained_and_nothing_builds_on
     assert chat.tracker.draft_ids("main", [97, 98, 99]).builds_on is None
 
 
+def test_a_try_that_is_taken_back_leaves_an_equal_answer_that_was_delivered() -> None:
+    """The same words twice: the caller got the first, hung up on the second, threw a third away and goes on."""
+    chat = Chat()
+    delivered = chat.ask(user("hi"))
+    answer = chat.answer(delivered, [*ids("a"), END_ID])
+    taken_back = chat.ask(user("hi"))
+    chat.answer(taken_back, [*ids("a"), END_ID])
+    chat.tracker.cancel(taken_back)
+    chat.answer(chat.ask(user("hi")), [*ids("b"), END_ID])
+    later = chat.ask(user("hi"), answer, user("go"))
+    assert later.extends == delivered.call_id
+    chat.answer(later, [*ids("c"), END_ID])
+    assert [call.untrained_because for call in chat.calls()] == [None, "cancelled", "unused_retry", None]
+
+
 def test_calls_that_overlap_are_kept_in_order_of_arrival() -> None:
     chat = Chat()
     first, second = chat.ask(user("a")), chat.ask(user("b"))

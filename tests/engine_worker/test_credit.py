@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -200,6 +201,49 @@ def test_a_call_without_a_reward_of_its_own_gets_what_comes_later() -> None:
     one, other = samples_of([stepped("a", [None, 1.0, None], 1.0), stepped("b", [None, 0.0, None], 1.0)])
     assert one.step_advantages == {"a-0": 1.0, "a-1": 1.0, "a-2": 0.0}
     assert other.step_advantages == {"b-0": -1.0, "b-1": -1.0, "b-2": 0.0}
+
+
+def test_choices_of_one_ask_are_not_later_than_each_other() -> None:
+    """Four choices of one prompt, the first worth 1, in two alike episodes: mean 0.25."""
+    batch = [
+        episode(
+            name,
+            [call([5], [7 + choice], call_id=f"{name}-{choice}") for choice in range(4)],
+            1.0,
+            step_rewards={f"{name}-{choice}": float(choice == 0) for choice in range(4)},
+        )
+        for name in "ab"
+    ]
+    for sample in samples_of(batch, "dr_grpo"):
+        assert list(sample.step_advantages.values()) == [-0.25, -0.25, -0.25, 0.75]
+    later = call([5, 7, 6], [9], call_id="a-later")
+    batch[0] = dataclasses.replace(
+        batch[0], calls=(*batch[0].calls, later), step_rewards={**batch[0].step_rewards, "a-later": 3.0}
+    )
+    worth = samples_of(batch, "dr_grpo")[0].step_advantages
+    mean = 5 / 9
+    assert worth == pytest.approx(
+        {"a-later": 3 - mean, "a-0": 1 + 3 - 2 * mean, **{f"a-{choice}": 3 - 2 * mean for choice in (1, 2, 3)}}
+    )
+
+
+@pytest.mark.parametrize("why", [Untrained.CANCELLED, Untrained.UNUSED_RETRY])
+def test_a_reward_for_a_reply_that_nobody_acted_on_moves_nothing(why: Untrained) -> None:
+    def batch(thrown_away: float | None) -> list[Episode]:
+        calls = [
+            call([5], [7], call_id="a-0"),
+            call([5, 7, 6], [8], call_id="a-1", untrained_because=why),
+            call([5, 7, 6], [9], call_id="a-2"),
+        ]
+        steps = {"a-0": 1.0, "a-2": 2.0} | ({} if thrown_away is None else {"a-1": thrown_away})
+        other = [call([5], [7], call_id="b-0"), call([5, 7, 6], [9], call_id="b-1")]
+        return [
+            episode("a", calls, 1.0, step_rewards=steps),
+            episode("b", other, 0.0, step_rewards={"b-0": 0.0, "b-1": 1.0}),
+        ]
+
+    without, beside = (samples_of(batch(reward)) for reward in (None, -9.0))
+    assert [one.step_advantages for one in beside] == [one.step_advantages for one in without]
 
 
 def test_steps_that_are_all_alike_leave_a_flat_group_flat_and_imitation_reads_none() -> None:

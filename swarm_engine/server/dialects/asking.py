@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
@@ -23,7 +24,9 @@ def check_result(call_id: str | None, known: Collection[str], where: str) -> Non
         BadRequestError: no call before it has this id.
     """
     if call_id not in known and (call_id is not None or not known):
-        made = f"those before it are {shortened(', '.join(map(shown, known)))}" if known else "there is none before it"
+        named = sorted(filter(None, known))
+        made = f"those before it are {shortened(', '.join(map(shown, named)))}" if named else "none before it has one"
+        made = made if known else "there is none before it"
         raise BadRequestError(
             f"{where} is {shown(call_id)}, and no tool call has that id: {made}",
             "send the assistant's message with the call before its result, or leave both out",
@@ -123,12 +126,29 @@ def answer_grammar(value: Any, param: str, choice: ToolChoice, tools: Sequence[M
             place = f"{param}.json_schema.schema" if "json_schema" in value else f"{param}.schema"
             return blaming(place, lambda: json_schema_grammar(schema))
         case {"type": "json_schema"}:
-            raise BadRequestError(f"{param} has no schema", "put the JSON schema there", param=f"{param}.schema")
+            place = f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema"
+            raise BadRequestError(f"{place} is missing", "put the JSON schema there", param=place)
     raise UnsupportedError(
         f"{param} is {shown(value)}",
         "its type is text, json_object or json_schema with a schema",
         param=f"{param}.type" if isinstance(value, dict) else param,
     )
+
+
+@contextmanager
+def told_as(*names: tuple[str, str]) -> Iterator[None]:
+    """Errors about what was put into the shape of chat completions, told with the names of the caller's own request.
+
+    Args:
+        names: the other shape's and the caller's, the longest first.
+    """
+    try:
+        yield
+    except BadRequestError as error:
+        message, param = error.message, error.param
+        for theirs, own in names:
+            message, param = message.replace(theirs, own), param and param.replace(theirs, own)
+        raise type(error)(message, error.hint, code=error.code, param=param) from error
 
 
 def wrapped(name: Any, description: Any, parameters: Any, strict: Any = None) -> Mapping[str, Any]:

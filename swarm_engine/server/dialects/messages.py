@@ -328,7 +328,9 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
             "end with a user message",
             param="messages",
         )
-    return parse_messages(messages), parse_tools(_tools(raw.get("tools")))
+    with asking.told_as((".function.parameters", ".input_schema"), (".function", "")):
+        tools = parse_tools(_tools(raw.get("tools")))
+    return parse_messages(messages), tools
 
 
 def _blocks(content: Any, where: str) -> Iterable[tuple[str, Mapping[str, Any]]]:

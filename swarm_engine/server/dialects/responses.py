@@ -25,6 +25,9 @@ from swarm_engine.types import FinishReason
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_REASONING = "reasoning.encrypted_content"
 
+INPUT_ROLES = ("user", "assistant", "system", "developer")
+THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
+
 RULES = fields.Rules(
     read=frozenset(
         {
@@ -313,7 +316,8 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     own = (
         parse_messages([{"role": "system", "content": read_text(instructions, "instructions")}]) if instructions else ()
     )
-    tools = parse_tools(_tools(raw.get("tools")))
+    with asking.told_as((".function", "")):
+        tools = parse_tools(_tools(raw.get("tools")))
     choice = asking.openai_tool_choice(raw.get("tool_choice"), tools)
     is_parallel = fields.flag(raw, "parallel_tool_calls", default=True)
     text_format = _format(raw.get("text"))
@@ -472,7 +476,8 @@ def _replies(items: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, A
         if kind == "message":
             reply["content"] += _text(item.get("content"), f"{where}.content")
         else:
-            function = {"name": read_text(item.get("name"), f"{where}.name"), "arguments": item.get("arguments")}
+            arguments = read_text(item.get("arguments"), f"{where}.arguments")
+            function = {"name": read_text(item.get("name"), f"{where}.name"), "arguments": arguments}
             call_id = read_text(item.get("call_id") or "", f"{where}.call_id")
             call = {"id": call_id, "type": "function", "function": function}
             reply.setdefault("tool_calls", []).append(call)
@@ -490,7 +495,13 @@ def _add_thought(reply: dict[str, Any], thought: str) -> None:
 def _other(item: Mapping[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
     kind = _kind(item)
     if kind == "message":
-        return {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
+        if (role := item.get("role")) not in INPUT_ROLES:
+            raise BadRequestError(
+                f"{where}.role is {shown(role)}",
+                f"it must be one of {', '.join(INPUT_ROLES)}; a tool's result is an item of type function_call_output",
+                param=f"{where}.role",
+            )
+        return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
     if kind == "function_call_output":
         output = _text(item.get("output"), f"{where}.output")
         call_id = read_text(item.get("call_id"), f"{where}.call_id")
@@ -522,7 +533,16 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
     if item.get("content"):
         parts = fields.items(item["content"], f"{where}.content")
     elif item.get("encrypted_content"):
-        return str(item["encrypted_content"])
+        return read_text(item["encrypted_content"], f"{where}.encrypted_content")
     else:
         parts = fields.items(item.get("summary") or [], f"{where}.summary")
-    return "".join(str(part.get("text", "")) for _, part in parts)
+    texts = []
+    for place, part in parts:
+        if part.get("type") not in THOUGHT_PARTS:
+            raise UnsupportedError(
+                f"{place} is a part of type {shown(part.get('type'))}, reasoning is text",
+                "send back the item as it came",
+                param=f"{place}.type",
+            )
+        texts.append(read_text(part.get("text"), f"{place}.text"))
+    return "".join(texts)
