@@ -96,7 +96,7 @@ async def traces_of(run_dir: Path) -> Traces:
         prompts=prompts.hexdigest(),
         sampled=sampled.hexdigest(),
         rewards=rewards.hexdigest(),
-        weights=hashlib.sha256((checkpoint.path / "model.safetensors").read_bytes()).hexdigest(),
+        weights=hashlib.sha256((checkpoint.folder("policy") / "model.safetensors").read_bytes()).hexdigest(),
         first_prompt=first_prompt,
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
 
 from pydantic import BaseModel, Field, model_validator
+
+POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 
 class Frozen(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -355,6 +358,7 @@ class EngineConfig(Frozen):
     lockstep: bool = False
     """Every call is computed alone and its numbers depend on nothing else, so that a run repeats itself bit for bit."""
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"policy": PolicyConfig()})
+    """By name; a call says which of them answers."""
     rule: CollectionRule = CollectionRule.TASKS
     episode_timeout_s: float = Field(600.0, gt=0)
     """An episode that runs longer than this ends as `timeout`, and its place in the group is given out again."""
@@ -381,9 +385,13 @@ class EngineConfig(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _one_policy(self) -> Self:
-        if len(self.policies) != 1:
+    def _policies_have_names(self) -> Self:
+        if not self.policies:
+            raise ValueError('policies names none; name one at least, as in {"policy": {"model": "nano-tictactoe"}}')
+        if strange := [name for name in self.policies if not POLICY_NAME.fullmatch(name)]:
             raise ValueError(
-                f"policies names {len(self.policies)} policies, this engine serves exactly 1; start one server a policy"
+                f"policies names {strange[0]!r}; a name has 1 to 100 letters, digits, '_' or '-' and begins with a "
+                "letter or a digit, for calls name POLICY@AGENT, metrics POLICY/METRIC, and a checkpoint has a folder "
+                "of that name"
             )
         return self

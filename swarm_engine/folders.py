@@ -1,8 +1,8 @@
 """Folders that are whole or not there, and the checkpoints among them as both processes see them.
 
 A folder is filled aside, synced and renamed, so a kill or a full disk leaves it out or complete. A checkpoint holds a
-manifest too, written last, with the hash of every file: one whose bytes changed afterwards is found out before it is
-used. Nothing here needs torch, for the front lists and exports checkpoints while no worker runs.
+folder for each policy and a manifest, written last, with the hash of every file: one whose bytes changed afterwards is
+found out before it is used. Nothing here needs torch, for the front lists and exports checkpoints while no worker runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
-FORMAT = 2
+FORMAT = 3
 PARTIAL = ".partial"
 """Ends the name of a folder that is being filled, which begins with a dot."""
 
@@ -34,6 +34,10 @@ class Checkpoint:
     """Updates in its weights."""
     run_id: str
     """Of the run folder whose journal made it."""
+
+    def folder(self, policy: str) -> Path:
+        """Where it has a policy."""
+        return self.path / policy
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -77,7 +81,8 @@ def damage(path: Path) -> str | None:
 
 def write_manifest(folder: Path, step: int, run_id: str) -> None:
     """Seal a folder as a checkpoint: what is in it now is all there is."""
-    files = {path.name: describe(path) for path in sorted(folder.iterdir())}
+    inside = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): describe(path) for path in inside}
     manifest = {"format": FORMAT, "step": step, "run_id": run_id, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
@@ -116,7 +121,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        for path in (*aside.iterdir(), aside):
+        for path in (*aside.rglob("*"), aside):
             _sync(path)
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)

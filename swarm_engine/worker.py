@@ -25,12 +25,12 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from swarm_engine.config import EngineConfig, SamplerBackend
+from swarm_engine.config import EngineConfig
 from swarm_engine.errors import CheckpointError, SwarmEngineError, WorkerError
 from swarm_engine.folders import whole_folder
-from swarm_engine.models import resolve
+from swarm_engine.hosted import HostedPolicy, load_policies
 from swarm_engine.models.decoder import num_parameters
-from swarm_engine.models.loading import LoadedPolicy, load_policy, save_policy
+from swarm_engine.models.loading import save_policy
 from swarm_engine.protocol import (
     Boot,
     Booted,
@@ -39,7 +39,6 @@ from swarm_engine.protocol import (
     Failed,
     Finished,
     Generate,
-    PolicyReady,
     Rejected,
     Sampled,
     Save,
@@ -52,21 +51,12 @@ from swarm_engine.protocol import (
     from_worker,
     unframe,
 )
-from swarm_engine.sampler import Sampler
-from swarm_engine.sampler.grammar import Grammars
-from swarm_engine.sampler.slots import SlotSampler
-from swarm_engine.seeding import derive_seed
-from swarm_engine.trainer.checkpoints import CheckpointFolder, load_checkpoint
-from swarm_engine.trainer.scoring import Row, score
+from swarm_engine.trainer.checkpoints import CheckpointFolder, TrainedWeights, load_checkpoint
+from swarm_engine.trainer.parts import combined
 from swarm_engine.trainer.trainer import Trainer
-from swarm_engine.types import SamplingParams
 
 Question = Boot | Generate | Cancel | Update | Save | Export | Stop
 Answer = Booted | Sampled | Finished | Rejected | Updated | Saved | Failed
-
-AGREEMENT_MAX = 1e-3
-AGREEMENT_MEAN = 1e-4
-"""Nats that sampler and trainer may differ by about a token, at most and on average, in float32."""
 
 ONE_THREAD_PARAMETERS = 10_000_000
 """Models up to this size run on one thread: on two cores that others use too, a second thread was measured to make a
@@ -79,143 +69,127 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Engine:
-    """One loaded policy with its trainer and its sampler."""
+    """The policies of one run, and its checkpoints."""
 
-    name: str
-    policy: LoadedPolicy
-    trainer: Trainer
-    sampler: Sampler
+    policies: dict[str, HostedPolicy]
     checkpoints: CheckpointFolder
-    is_trainable: bool
+    step: int
+    """Updates in the weights of every policy that is trained."""
 
     @staticmethod
     def boot(boot: Boot) -> Engine:
-        """Load the policy, from the newest whole checkpoint where there is one.
+        """Load the policies, from the newest whole checkpoint where there is one.
 
         Raises:
-            ModelError: the model can't be found or run, or the checkpoint is of another one.
+            ModelError: a model can't be found or run, or the checkpoint is of another one.
             CheckpointError: there are checkpoints of another run.
-            WorkerError: sampler and trainer disagree about it.
+            WorkerError: sampler and trainer disagree about a policy.
             ValidationError: the config is not one.
         """
         config = EngineConfig.model_validate(boot.config)
         torch.set_num_threads(config.num_threads or 1)
-        ((name, policy_config),) = config.policies.items()
-        policy = load_policy(resolve(policy_config.model, boot.model_root))
-        if config.num_threads is None and num_parameters(policy.model) > ONE_THREAD_PARAMETERS:
+        loaded = load_policies(config, boot.model_root)
+        largest = max(num_parameters(policy.model) for policy in loaded.values())
+        if config.num_threads is None and largest > ONE_THREAD_PARAMETERS:
             torch.set_num_threads(_num_cores())
-        trainer = Trainer(policy.model, config.trainer)
+        trainers = {
+            name: Trainer(loaded[name].model, config.trainer)
+            for name, policy in config.policies.items()
+            if policy.trainable
+        }
         checkpoints = CheckpointFolder(Path(boot.checkpoint_dir), boot.run_id, config.trainer.keep_last)
         checkpoints.tidy()
         checkpoint = checkpoints.newest()
         if checkpoint is not None:
-            load_checkpoint(checkpoint, policy, trainer.optimizer)
-            trainer.step = checkpoint.step
-            log.info("policy %r goes on from %s", name, checkpoint.path)
-        sampler = SlotSampler(
-            policy.model,
-            policy.end_ids,
-            backend=config.sampler.backend,
-            max_running=config.sampler.max_running,
-            is_lockstep=config.lockstep,
-            version=trainer.step,
-            grammars=Grammars(policy.tokenizer_dir, policy.model.config.vocab_size, policy.end_ids),
-        )
-        check_agreement(policy, config.lockstep)
-        return Engine(name, policy, trainer, sampler, checkpoints, policy_config.trainable)
+            for name, trainer in trainers.items():
+                load_checkpoint(checkpoint, name, loaded[name], trainer.optimizer)
+                trainer.step = checkpoint.step
+            log.info("%s: going on from %s", ", ".join(trainers), checkpoint.path)
+        policies = {
+            name: HostedPolicy.serve(name, policy, trainers.get(name), config) for name, policy in loaded.items()
+        }
+        return Engine(policies, checkpoints, checkpoint.step if checkpoint else 0)
 
     @property
-    def step(self) -> int:
-        """Updates in the weights."""
-        return self.trainer.step
+    def trained(self) -> dict[str, HostedPolicy]:
+        """The policies that are not frozen."""
+        return {name: policy for name, policy in self.policies.items() if policy.trainer is not None}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sampler has anything to do."""
+        return all(policy.sampler.is_idle for policy in self.policies.values())
 
     def ready(self) -> Booted:
         """What the front needs to know."""
-        policy = PolicyReady(
-            name=self.name,
-            version=self.step,
-            trainable=self.is_trainable,
-            tokenizer_dir=str(self.policy.tokenizer_dir),
-            end_ids=self.policy.end_ids,
-            max_context=self.policy.max_context,
-        )
-        return Booted((policy,), self.step)
+        return Booted(tuple(policy.ready() for policy in self.policies.values()), self.step)
 
     def generate(self, request: Generate) -> list[Answer]:
         """Take a request for a reply."""
-        if request.policy != self.name:
-            return [Rejected(request.request_id, f"there is no policy {request.policy!r} here, only {self.name!r}")]
-        return list(self.sampler.submit(request))
+        if request.policy not in self.policies:
+            there = ", ".join(map(repr, self.policies))
+            return [Rejected(request.request_id, f"there is no policy {request.policy!r} here, only {there}")]
+        return list(self.policies[request.policy].sampler.submit(request))
+
+    def cancel(self, cancel: Cancel) -> list[Answer]:
+        """Stop a request, wherever it runs."""
+        return [answer for policy in self.policies.values() for answer in policy.sampler.cancel(cancel.request_id)]
+
+    def sample(self) -> list[Answer]:
+        """The next token of everything that runs."""
+        busy = [policy for policy in self.policies.values() if not policy.sampler.is_idle]
+        return [answer for policy in busy for answer in policy.sampler.step()]
 
     def update(self, update: Update) -> list[Answer]:
-        """Train on a batch; what runs in the sampler goes on under the new weights."""
-        if not self.is_trainable:
-            raise WorkerError(f"policy {self.name!r} is frozen (trainable: false) and was given a batch to train on")
+        """Train on a batch; what runs in the samplers goes on under the new weights."""
+        trained = self.trained
+        if not trained:
+            raise WorkerError(
+                f"policy {', '.join(map(repr, self.policies))} is frozen (trainable: false) and was given a batch to "
+                "train on"
+            )
         if update.record.step != self.step + 1:
             raise WorkerError(
                 f"batch {update.record.step} was given to weights of step {self.step}; they come in order"
             )
-        updated = self.trainer.update(update.record, update.episodes)
-        return [*self.sampler.weights_changed(self.step), updated]
+        updates = {name: policy.update(update.record, update.episodes) for name, policy in trained.items()}
+        self.step = update.record.step
+        answers: list[Answer] = [answer for policy in trained.values() for answer in policy.weights_changed()]
+        return [*answers, combined(updates) if len(self.policies) > 1 else updates.popitem()[1]]
 
     def save(self, save: Save) -> Saved:
         """Write a checkpoint."""
+        if not self.trained:
+            return Saved(self.step, None, "every policy is frozen (trainable: false), so there is nothing to save")
         try:
-            checkpoint = self.checkpoints.save(self.step, self.policy, self.trainer.optimizer, save.protected_steps)
+            checkpoint = self.checkpoints.save(self.step, self._saved(), save.protected_steps)
         except CheckpointError as error:
             log.warning("%s", error)
             return Saved(self.step, None, str(error))
         return Saved(self.step, str(checkpoint.path))
 
+    def _saved(self) -> dict[str, TrainedWeights]:
+        """What a checkpoint holds."""
+        return {
+            name: TrainedWeights(policy.policy, policy.trainer.optimizer)
+            for name, policy in self.policies.items()
+            if policy.trainer is not None
+        }
+
     def export(self, export: Export) -> Saved:
-        """Write the policy where transformers can load it; never over something else."""
+        """Write a policy where transformers can load it; never over something else."""
         target = Path(export.path)
-        if export.policy != self.name:
-            return Saved(
-                self.step, None, f"there is no policy {export.policy!r} here; this worker serves {self.name!r}"
-            )
+        if export.policy not in self.policies:
+            there = ", ".join(map(repr, self.policies))
+            return Saved(self.step, None, f"there is no policy {export.policy!r} here; this worker serves {there}")
         if target.exists():
             return Saved(self.step, None, f"{target} is there already; name another folder")
         try:
             with whole_folder(target) as folder:
-                save_policy(self.policy, folder)
+                save_policy(self.policies[export.policy].policy, folder)
         except (OSError, SafetensorError) as error:
-            return Saved(self.step, None, f"policy {self.name!r} could not be written to {target}: {error}")
+            return Saved(self.step, None, f"policy {export.policy!r} could not be written to {target}: {error}")
         return Saved(self.step, str(target))
-
-
-def check_agreement(policy: LoadedPolicy, is_lockstep: bool) -> None:
-    """Prove on a probe that sampler and trainer give the same tokens the same log-probability.
-
-    Two prompts, the second going on from the first, so that the cache's prefix is part of the proof.
-
-    Raises:
-        WorkerError: they differ, so that every ratio of every update would be wrong.
-    """
-    draw = torch.Generator().manual_seed(derive_seed("probe"))
-    length = min(64, policy.max_context)
-    tokens = tuple(torch.randint(policy.model.config.vocab_size, (length,), generator=draw).tolist())
-    reply = max(1, length // 4)
-    sampler = SlotSampler(policy.model, (), backend=SamplerBackend.SCRIPTED, max_running=2, is_lockstep=is_lockstep)
-    sampled: dict[int, float] = {}
-    for start in (max(1, length // 2), length - reply):
-        params = SamplingParams(max_tokens=reply)
-        answers = sampler.submit(Generate("probe", "", tokens[:start], params, script=tokens[start : start + reply]))
-        while not sampler.is_idle:
-            answers += sampler.step()
-        rejected = next((answer.message for answer in answers if isinstance(answer, Rejected)), None)
-        if rejected is not None:
-            raise WorkerError(f"the policy can't be sampled from: {rejected}")
-        found = [logprob for answer in answers if isinstance(answer, Sampled) for logprob in answer.logprobs]
-        sampled |= {start + offset: logprob for offset, logprob in enumerate(found)}
-    with torch.no_grad():
-        trained_N = score(policy.model, [Row(tokens, tuple(sampled), (1.0,) * len(sampled))]).logprobs_N
-    difference_N = (torch.tensor(list(sampled.values()), dtype=trained_N.dtype) - trained_N).abs()
-    if not (difference_N.max() <= AGREEMENT_MAX and difference_N.mean() <= AGREEMENT_MEAN):
-        raise WorkerError(
-            f"sampler and trainer differ by up to {float(difference_N.max()):.1e} nats about a token, the limit is "
-            f"{AGREEMENT_MAX}; the weights may be broken, or this machine's matrix products are not accurate enough"
-        )
 
 
 def serve(line: socket.socket) -> None:
@@ -233,11 +207,11 @@ def serve(line: socket.socket) -> None:
     engine = Engine.boot(boot)
     _send(line, [engine.ready()])
     while True:
-        for question in _take(inbox, must_wait=engine.sampler.is_idle):
+        for question in _take(inbox, must_wait=engine.is_idle):
             if isinstance(question, Stop):
                 return
             _send(line, _answer(engine, question))
-        _send(line, engine.sampler.step())
+        _send(line, engine.sample())
 
 
 def _answer(engine: Engine, question: Boot | Generate | Cancel | Update | Save | Export) -> list[Answer]:
@@ -245,7 +219,7 @@ def _answer(engine: Engine, question: Boot | Generate | Cancel | Update | Save |
         case Generate():
             return engine.generate(question)
         case Cancel():
-            return list(engine.sampler.cancel(question.request_id))
+            return engine.cancel(question)
         case Update():
             return engine.update(question)
         case Save():

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_engine.config import BestBy
-from swarm_engine.errors import CheckpointError
-from swarm_engine.folders import MANIFEST, OPTIMIZER, Checkpoint, damage, find_checkpoints, whole_folder
+from swarm_engine.errors import CheckpointError, NotFoundError
+from swarm_engine.folders import OPTIMIZER, Checkpoint, damage, find_checkpoints, whole_folder
 from swarm_engine.server.journal import Journal
 
 
@@ -57,18 +57,25 @@ def best_checkpoint(root: Path, journal: Journal, best_by: BestBy) -> Checkpoint
     return None if best is None else found[best]
 
 
-def export_checkpoint(checkpoint: Checkpoint, target: Path) -> None:
-    """Copy what transformers reads out of a checkpoint; never over something else.
+def export_checkpoint(checkpoint: Checkpoint, policy: str, target: Path) -> None:
+    """Copy what transformers reads of a policy out of a checkpoint; never over something else.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the copy can't be written.
+        NotFoundError: it does not hold the policy.
     """
     if fault := damage(checkpoint.path):
         raise CheckpointError(f"checkpoint {checkpoint.path} is not whole: {fault}", "export another step")
+    source = checkpoint.folder(policy)
+    if not source.is_dir():
+        raise NotFoundError(
+            f"checkpoint {checkpoint.path} does not hold policy {policy!r}: it is frozen",
+            "export it without a step",
+        )
     try:
         with whole_folder(target) as folder:
-            for path in checkpoint.path.iterdir():
-                if path.name not in (MANIFEST, OPTIMIZER):
+            for path in source.iterdir():
+                if path.name != OPTIMIZER:
                     shutil.copyfile(path, folder / path.name)
     except OSError as error:
         raise CheckpointError(

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from swarm_engine.seeding import derive_seed
 from swarm_engine.server.auth import KeyRing
 from swarm_engine.server.checkpoints import best_checkpoint, export_checkpoint, rate_checkpoints
 from swarm_engine.server.journal import BatchWrite, EventWrite, Journal, MetaWrite, Write, dumps
-from swarm_engine.server.loaded import Loaded
+from swarm_engine.server.loaded import Loaded, ServedPolicy
 from swarm_engine.server.models import ExportRequest
 from swarm_engine.server.pool import Pool, PoolCounts
 from swarm_engine.server.roster import KeptEpisodes, Roster, episode_records
@@ -47,6 +48,7 @@ from swarm_engine.server.teacher import Teacher, with_teacher
 from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.continuations import with_continuations
+from swarm_engine.tracker.tracker import EpisodeRecord
 from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Episode, Mode
 from swarm_engine.version import installed_version
 
@@ -63,7 +65,7 @@ CLOSE_TIMEOUT_S = 5.0
 CHANGEABLE_TRAINER_FIELDS = {"best_by", "checkpoint_every", "checkpoint_required", "keep_last", "microbatch_tokens"}
 """Trainer fields that a later start may change; the others are part of what the journal replays."""
 
-policies_ready: TypeAdapter[PolicyReady] = TypeAdapter(PolicyReady)
+policies_ready: TypeAdapter[dict[str, PolicyReady]] = TypeAdapter(dict[str, PolicyReady])
 
 
 class Engine:
@@ -91,8 +93,8 @@ class Engine:
         """There in the states that serve."""
         self._history: list[Mapping[str, float | None]] = []
         """Metrics of the run's updates, from the first one on."""
-        self._shown: Shown | None = None
-        """Shows recorded tokens, while nothing is loaded too."""
+        self._shown: dict[str, Shown] = {}
+        """Shows recorded tokens, by policy, while nothing is loaded too."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._main_task: asyncio.Task[None] | None = None
         """Boots or updates."""
@@ -306,28 +308,40 @@ class Engine:
         models.mkdir(exist_ok=True)
         boot = Boot(config.model_dump(mode="json"), str(models), str(self._checkpoint_dir), self.server_id)
         booted = await link.boot(boot)
-        (policy,) = booted.policies
-        codec = await asyncio.to_thread(ChatCodec.load, Path(policy.tokenizer_dir), policy.end_ids, self.created)
-        self.journal.append(MetaWrite("policy", policies_ready.dump_json(policy).decode()))
+        policies = {
+            one.name: await asyncio.to_thread(ServedPolicy.load, one, config.policies[one.name].history, self.created)
+            for one in booted.policies
+        }
+        self._shown |= {name: Shown(policy.codec, policy.max_context) for name, policy in policies.items()}
+        known = self._known_policies() | {name: policy.ready for name, policy in policies.items()}
+        self.journal.append(MetaWrite("policies", policies_ready.dump_json(known).decode()))
         teacher = None
         if config.teacher is not None:
             teacher = Teacher(config.teacher)
-            await teacher.probe(codec)
+            for policy in policies.values():
+                if policy.ready.trainable:
+                    await teacher.probe(policy.codec)
         pool = Pool(config.trainer.group_size, config.trainer.tasks_per_update)
-        self._shown = Shown(codec, policy.max_context)
         self._saved_step, self._save_error = booted.step, None
         self._history = list(await asyncio.to_thread(self.journal.step_metrics))
-        step = await self._replay(link, booted.step, config.trainer, codec)
+        step = await self._replay(link, booted.step, config.trainer, policies)
         # An end that was on its way when the last engine went down is on disk before its journal is read.
         await self.journal.flush()
         kept = await asyncio.to_thread(KeptEpisodes.read, self.journal)
-        self._loaded = Loaded(config, policy, codec, link, pool, step, teacher)
+        self._loaded = Loaded(config, policies, link, pool, step, teacher)
         self.roster.open(self._loaded, kept)
         self._last_step_at = time.monotonic()
         self._to(EngineState.ROLLING, f"booted at step {step}")
         self._after_change()
 
-    async def _replay(self, link: WorkerLink, step: int, trainer: TrainerConfig, codec: ChatCodec) -> int:
+    def _known_policies(self) -> dict[str, PolicyReady]:
+        """Every policy that this run folder ever served, as it was last."""
+        text = self.journal.meta("policies")
+        return policies_ready.validate_json(text) if text else {}
+
+    async def _replay(
+        self, link: WorkerLink, step: int, trainer: TrainerConfig, policies: Mapping[str, ServedPolicy]
+    ) -> int:
         """Train again on the recorded batches that the checkpoint does not hold; returns the step reached."""
         last = self.journal.last_step()
         if step > last:
@@ -338,17 +352,19 @@ class Engine:
         reported = await asyncio.to_thread(self.journal.steps_reported, step)
         for record in await asyncio.to_thread(self.journal.batches_after, step):
             started = time.monotonic()
-            episodes = await asyncio.to_thread(self._read_batch, record, trainer, codec)
+            episodes = await asyncio.to_thread(self._read_batch, record, trainer, policies)
             updated = await link.update(Update(record, episodes))
             if record.step not in reported:
                 await self._report_step(record.step, updated.metrics, updated.drops, time.monotonic() - started)
         return last
 
-    def _read_batch(self, record: BatchRecord, trainer: TrainerConfig, codec: ChatCodec) -> tuple[Episode, ...]:
+    def _read_batch(
+        self, record: BatchRecord, trainer: TrainerConfig, policies: Mapping[str, ServedPolicy]
+    ) -> tuple[Episode, ...]:
         """The episodes of a batch as the trainer takes them, from the journal."""
         records = [episode_records.validate_json(row.record) for row in self.journal.episodes_of(record)]
         if trainer.merge is Merge.TEXT:
-            episodes = [with_continuations(one, codec, ignore_tools=bool(trainer.ignore_tools)) for one in records]
+            episodes = [_continued(one, policies, ignore_tools=bool(trainer.ignore_tools)) for one in records]
         else:
             episodes = [one.episode for one in records]
         taught = self.journal.taught(record.step)
@@ -405,11 +421,11 @@ class Engine:
         record = BatchRecord(step, loaded.pool.batch(), derive_seed(loaded.config.seed, "batch", step))
         episodes = self.roster.take(record)
         announced = EventWrite.of("batch", step=step, episode_ids=record.episode_ids, seed=record.seed)
-        taught = await loaded.teacher.judge(episodes) if loaded.teacher else None
+        taught = await loaded.teacher.judge(loaded.trained_parts(episodes)) if loaded.teacher else None
         await self.journal.append(BatchWrite(record, taught), announced)
         loaded.pool.close()
         if taught is not None or loaded.config.trainer.merge is Merge.TEXT:  # which need what only the journal has
-            episodes = await asyncio.to_thread(self._read_batch, record, loaded.config.trainer, loaded.codec)
+            episodes = await asyncio.to_thread(self._read_batch, record, loaded.config.trainer, loaded.policies)
         updated = await loaded.link.update(Update(record, episodes))
         loaded.step = step
         now = time.monotonic()
@@ -490,7 +506,8 @@ class Engine:
         """
         policy, name = request.policy, request.name
         if policy not in (served := tuple((self._config or EngineConfig()).policies)):
-            raise NotFoundError(f"policy {policy!r} is not served here", f"this server has {served[0]!r}")
+            there = ", ".join(map(repr, served))
+            raise NotFoundError(f"policy {policy!r} is not served here", f"this server has {there}")
         if not name.isprintable() or name.startswith(".") or Path(name).name != name:
             raise BadRequestError(f"export name {name!r} is no plain folder name", "it becomes a folder under exports/")
         folder = self.run_dir / "exports" / name
@@ -511,7 +528,7 @@ class Engine:
             missing = "no checkpoint has a reward yet" if request.best else f"there is no checkpoint {request.step}"
             there = ", ".join(str(one.step) for one in find_checkpoints(self._checkpoint_dir)) or "none"
             raise NotFoundError(missing, f"there are checkpoints of the steps: {there}", code="no_checkpoint")
-        export_checkpoint(checkpoint, folder)
+        export_checkpoint(checkpoint, request.policy, folder)
         return checkpoint
 
     # Looking
@@ -532,17 +549,13 @@ class Engine:
 
         Raises:
             EpisodeLostError, NotFoundError: there is no such episode.
-            EngineUnavailableError: this run folder never served a policy, so its tokens can't be shown.
         """
         record = await self.roster.record(episode_id)
-        if self._shown is None:
-            text = self.journal.meta("policy")
-            if text is None:
-                raise self._unavailable()
-            policy = policies_ready.validate_json(text)
-            folder = Path(policy.tokenizer_dir)
-            codec = await asyncio.to_thread(ChatCodec.load, folder, policy.end_ids, self.created)
-            self._shown = Shown(codec, policy.max_context)
+        for name in record.policies:
+            if name not in self._shown:
+                ready = self._known_policies()[name]
+                codec = await asyncio.to_thread(ChatCodec.load, Path(ready.tokenizer_dir), ready.end_ids, self.created)
+                self._shown[name] = Shown(codec, ready.max_context)
         ignore_tools = self._config is not None and bool(self._config.trainer.ignore_tools)
         return await asyncio.to_thread(show_timelines, record, self._shown, how, ignore_tools)
 
@@ -559,14 +572,13 @@ class Engine:
         update = None
         if self._update_started is not None:
             update = {"step": step + 1, "seconds": round(time.monotonic() - self._update_started, 3)}
-        policies = {loaded.policy.name: {"version": step, "trainable": loaded.policy.trainable}} if loaded else {}
         return {
             "state": self.state,
             "reason": self.reason,
             "update": update,
             "step": step,
             "checkpoint": {"step": self._saved_step or None, "error": self._save_error},
-            "policies": policies,
+            "policies": loaded.versions() if loaded else {},
             "pool": {
                 "rule": config.rule if config else None,
                 "episodes": counts.episodes if counts else 0,
@@ -609,6 +621,16 @@ def _written(saved: Saved) -> Saved:
     if saved.error is not None:
         raise CheckpointError(saved.error, "make room or mend the run folder, and ask again")
     return saved
+
+
+def _continued(record: EpisodeRecord, policies: Mapping[str, ServedPolicy], *, ignore_tools: bool) -> Episode:
+    """The episode of a record, each call with the one of its policy that it continues."""
+    parts = [
+        with_continuations(record.part(name), policies[name].codec, ignore_tools=ignore_tools)
+        for name in record.policies
+    ]
+    calls = {call.call_id: call for part in parts for call in part.calls}
+    return replace(record.episode, calls=tuple(calls[call.call_id] for call in record.episode.calls))
 
 
 def _fixed_part(config: EngineConfig) -> dict[str, Any]:

@@ -13,14 +13,15 @@ from swarm_engine.errors import BadRequestError, ContextLengthError, EpisodeLost
 from swarm_engine.protocol import Generate
 from swarm_engine.seeding import derive_seed
 from swarm_engine.server.journal import dumps
-from swarm_engine.server.loaded import Loaded
+from swarm_engine.server.loaded import Loaded, ServedPolicy
 from swarm_engine.server.pool import Seat
 from swarm_engine.server.worker_link import Generation, WorkerLink
 from swarm_engine.tracker.answers import Answer, Delta, ToolCallDelta
+from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message
 from swarm_engine.tracker.replies import ReplyReader
-from swarm_engine.tracker.tracker import Draft, EpisodeRecord, EpisodeTracker
-from swarm_engine.types import Episode, FinishReason, Mode, Outcome, SamplingParams, Untrained
+from swarm_engine.tracker.tracker import CallNote, CallNumbers, Draft, EpisodeRecord, EpisodeTracker, ordinal
+from swarm_engine.types import Call, Episode, FinishReason, Mode, Outcome, SamplingParams, Untrained
 
 Script = str | tuple[int, ...]
 """A reply to play instead of sampling one, as text or token ids; for the scripted backend only."""
@@ -134,7 +135,10 @@ class LiveEpisode:
     """Seconds, monotonic."""
     deadline: float
     """Seconds, monotonic; after it the episode ends as timeout."""
-    tracker: EpisodeTracker
+    policies: Mapping[str, ServedPolicy]
+    """That may answer, by name."""
+    trackers: Mapping[str, EpisodeTracker]
+    """Of each of them, with numbers in common."""
     script: deque[Script] | None = None
     """Replies that its claim gave to play and that no call has taken yet."""
     responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
@@ -161,6 +165,30 @@ class LiveEpisode:
         """Whether replies are being sampled; one that is only waiting to be read does not count."""
         return any(not ask.is_done for ask in self.asks)
 
+    @staticmethod
+    def track(episode_id: str, policies: Mapping[str, ServedPolicy]) -> dict[str, EpisodeTracker]:
+        """Empty trackers for these policies."""
+        numbers = CallNumbers()
+        return {
+            name: EpisodeTracker(episode_id, name, policy.codec, policy.history, policy.max_context, numbers)
+            for name, policy in policies.items()
+        }
+
+    @property
+    def speakers(self) -> tuple[str, ...]:
+        """Agents whose requests went to a sampler, in order of the first one."""
+        return next(iter(self.trackers.values())).agents
+
+    def calls(self) -> tuple[Call, ...]:
+        """Every answered call in order of arrival, unused retries marked."""
+        calls = [call for tracker in self.trackers.values() for call in tracker.calls()]
+        return tuple(sorted(calls, key=lambda call: ordinal(call.call_id)))
+
+    def notes(self) -> tuple[CallNote, ...]:
+        """What the journal keeps beside the calls, in the same order."""
+        notes = [note for tracker in self.trackers.values() for note in tracker.notes()]
+        return tuple(sorted(notes, key=lambda note: ordinal(note.call_id)))
+
     def close_calls(self) -> None:
         """Cancel every request that is still being answered; it is recorded and never trained."""
         for ask in self.asks.copy():
@@ -175,16 +203,16 @@ class LiveEpisode:
             index=self.seat.index,
             mode=self.mode,
             policy_version=self.policy_version,
-            calls=self.tracker.calls(),
+            calls=self.calls(),
             rewards=ending.rewards,
             outcome=ending.outcome,
             metrics=ending.metrics,
             tags=self.tags,
             step_rewards=ending.step_rewards,
         )
-        return EpisodeRecord(episode, self.tracker.notes())
+        return EpisodeRecord(episode, self.notes())
 
-    def draft(self, loaded: Loaded, agent: str, request: CallRequest) -> Draft:
+    def draft(self, policy: str, agent: str, request: CallRequest) -> Draft:
         """Turn a request into a prompt that leaves room for a reply; like the tracker's, on any thread.
 
         Raises:
@@ -192,21 +220,22 @@ class LiveEpisode:
             NotFoundError: the claim named its agents, and this is none of them.
         """
         self.check_agent(agent)
-        reply_format = loaded.codec.format
+        served, tracker = self.policies[policy], self.trackers[policy]
+        reply_format = served.codec.format
         if request.unthinking is not None and reply_format is not None and reply_format.has_reasoning:
             raise UnsupportedError(
                 f"{request.unthinking} forbids the model to reason, and its chat template has it do so",
                 "leave it out",
                 param=request.unthinking,
             )
-        prompt, limit = request.raw_prompt, loaded.policy.max_context
+        prompt, limit = request.raw_prompt, served.max_context
         if prompt is None:
-            draft = self.tracker.draft(agent, request.messages, request.tools)
+            draft = tracker.draft(agent, request.messages, request.tools)
         elif isinstance(prompt, str):
-            loaded.codec.check_length(prompt, limit, "prompt")
-            draft = self.tracker.draft_ids(agent, loaded.codec.encode_text(prompt))
+            served.codec.check_length(prompt, limit, "prompt")
+            draft = tracker.draft_ids(agent, served.codec.encode_text(prompt))
         else:
-            draft = self.tracker.draft_ids(agent, prompt)
+            draft = tracker.draft_ids(agent, prompt)
         if len(draft.prompt_ids) >= limit:
             param = "messages" if prompt is None else "prompt"
             raise ContextLengthError(str(len(draft.prompt_ids)), limit, param)
@@ -221,11 +250,12 @@ class LiveEpisode:
         """
         if self.ending is not None:
             raise EpisodeLostError(f"episode {self.episode_id!r} has ended", code="episode_ended")
-        grammar = _grammar(loaded, request, asked)
-        room = loaded.policy.max_context - len(asked.prompt_ids)
-        scripts = self._scripts(loaded, request)
+        served = self.policies[asked.policy]
+        grammar = _grammar(served.codec, request, asked)
+        room = served.max_context - len(asked.prompt_ids)
+        scripts = self._scripts(loaded, served, request)
         # Nothing refuses it from here on. A refused request is no call of its agent.
-        drafts = self.tracker.number(asked, request.num_choices)
+        drafts = self.trackers[asked.policy].number(asked, request.num_choices)
         has_news = asyncio.Event()
         is_followed = follow or bool(request.stop)
         calls = []
@@ -236,10 +266,8 @@ class LiveEpisode:
                 seed=self._seed(loaded.config.seed, draft, request.seed, choice),
                 top_logprobs=request.top_logprobs,
             )
-            question = Generate(
-                draft.call_id, self.tracker.policy, draft.prompt_ids, params, script, is_followed, grammar
-            )
-            calls.append(RunningCall.begin(self, loaded, request, choice, draft, question, has_news))
+            question = Generate(draft.call_id, draft.policy, draft.prompt_ids, params, script, is_followed, grammar)
+            calls.append(RunningCall.begin(self, loaded.link, request, choice, draft, question, has_news))
         self.touch()
         ask = RunningAsk(self, request, tuple(calls), has_news)
         self.asks.append(ask)
@@ -256,7 +284,7 @@ class LiveEpisode:
                 f"agent {agent!r} is not in this episode", f"its claim named {', '.join(self.agents)}", code="agent"
             )
 
-    def _scripts(self, loaded: Loaded, request: CallRequest) -> Sequence[tuple[int, ...] | None]:
+    def _scripts(self, loaded: Loaded, served: ServedPolicy, request: CallRequest) -> Sequence[tuple[int, ...] | None]:
         """What each choice plays; None where the sampler samples.
 
         Raises:
@@ -265,7 +293,7 @@ class LiveEpisode:
         """
         if request.script is not None:
             check_scripts(loaded)
-            return [_script_ids(loaded, request.script)] * request.num_choices
+            return [_script_ids(served, request.script)] * request.num_choices
         if self.script is None:
             return [None] * request.num_choices
         if len(self.script) < request.num_choices:
@@ -275,7 +303,7 @@ class LiveEpisode:
                 "give the claim a reply for every call",
                 code="script_ended",
             )
-        return [_script_ids(loaded, self.script.popleft()) for _ in range(request.num_choices)]
+        return [_script_ids(served, self.script.popleft()) for _ in range(request.num_choices)]
 
     def _seed(self, run_seed: int, draft: Draft, given: int | None, choice: int) -> int:
         """The seed of a call's own random stream.
@@ -302,17 +330,17 @@ def check_scripts(loaded: Loaded) -> None:
         )
 
 
-def _script_ids(loaded: Loaded, script: Script) -> tuple[int, ...]:
+def _script_ids(served: ServedPolicy, script: Script) -> tuple[int, ...]:
     """A script as the sampler would have returned it: markers in its text are control tokens, and it ends."""
     if not isinstance(script, str):
         return script
-    ids, ends = loaded.codec.encode(script), loaded.policy.end_ids
+    ids, ends = served.codec.encode(script), served.ready.end_ids
     return ids if ids and ids[-1] in ends else (*ids, ends[0])
 
 
-def _grammar(loaded: Loaded, request: CallRequest, draft: Draft) -> str | None:
+def _grammar(codec: ChatCodec, request: CallRequest, draft: Draft) -> str | None:
     """What the reply must follow; None where it is free."""
-    codec, tools = loaded.codec, request.tools
+    tools = request.tools
     match request.tool_choice:
         case Named(names):
             return codec.forced_call_grammar(tools, names, draft)
@@ -348,7 +376,7 @@ class RunningCall:
     @staticmethod
     def begin(
         episode: LiveEpisode,
-        loaded: Loaded,
+        link: WorkerLink,
         request: CallRequest,
         choice: int,
         draft: Draft,
@@ -356,9 +384,8 @@ class RunningCall:
         has_news: asyncio.Event,
     ) -> RunningCall:
         """Ask the sampler."""
-        link = loaded.link
         reads_tools = bool(request.tools) and not isinstance(request.tool_choice, NoTools)
-        reply = loaded.codec.reader(draft, stop=request.stop, reads_tools=reads_tools)
+        reply = episode.policies[draft.policy].codec.reader(draft, stop=request.stop, reads_tools=reads_tools)
 
         def on_tokens(generation: Generation, token_ids: Sequence[int]) -> None:
             reply.push(token_ids)
@@ -379,6 +406,11 @@ class RunningCall:
     def is_over(self) -> bool:
         """Whether it is recorded or was given up."""
         return self.finish_reason is not None or self.is_closed
+
+    @property
+    def tracker(self) -> EpisodeTracker:
+        """That records it."""
+        return self.episode.trackers[self.draft.policy]
 
     @property
     def answer(self) -> Answer:
@@ -407,7 +439,7 @@ class RunningCall:
             generation.cut(reply.num_tokens)
         reply.finish()
         self.finish_reason = reason
-        self.episode.tracker.finish(
+        self.tracker.finish(
             self.draft,
             completion_ids=generation.token_ids,
             logprobs=generation.logprobs,
@@ -433,7 +465,7 @@ class RunningCall:
             self._record(FinishReason.CANCELLED)
         else:
             self.finish_reason = FinishReason.CANCELLED
-            self.episode.tracker.cancel(self.draft)
+            self.tracker.cancel(self.draft)
         self.is_closed = True
 
     def fail(self) -> None:
@@ -474,7 +506,13 @@ class RunningAsk:
     @property
     def policy(self) -> str:
         """Name of the policy that answers."""
-        return self.episode.tracker.policy
+        return self.calls[0].draft.policy
+
+    @property
+    def policy_version(self) -> int:
+        """That its policy had when the episode was claimed."""
+        ready = self.episode.policies[self.policy].ready
+        return self.episode.policy_version if ready.trainable else ready.version
 
     @property
     def num_prompt_tokens(self) -> int:

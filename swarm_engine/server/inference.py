@@ -24,6 +24,7 @@ from swarm_engine.errors import (
     SwarmEngineError,
     TooLargeError,
     UnauthorizedError,
+    shown,
 )
 from swarm_engine.server.auth import bearer
 from swarm_engine.server.connection import EXTENSION, Connection
@@ -32,6 +33,7 @@ from swarm_engine.server.dialects.protocol import Request
 from swarm_engine.server.dialects.writing import encode, openai_error
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import LiveEpisode, RunningAsk, RunningCall
+from swarm_engine.server.loaded import ServedPolicy
 from swarm_engine.tracker.messages import load_json
 from swarm_engine.tracker.tracker import Draft
 from swarm_engine.types import DEFAULT_AGENT
@@ -113,7 +115,7 @@ class InferenceApp:
         error_body = error_shape(scope)
         try:
             target = parse_path(raw_path(scope))
-            self._authorize(target, scope["headers"])
+            episode = self._authorize(target, scope["headers"])
             method, route = scope["method"], target.route
             if route in DIALECTS or route == COUNT:
                 check_method(method, "POST", route)
@@ -134,7 +136,7 @@ class InferenceApp:
                     await self._ask(request, draft, episode, receive, send, connection)
             elif route == MODELS or route.startswith(MODELS + "/"):
                 check_method(method, "GET", route)
-                await send_json(send, 200, self._models(route, error_body is messages.error_body))
+                await send_json(send, 200, self._models(route, episode, error_body is messages.error_body))
             else:
                 raise NotFoundError(
                     f"there is no route {route!r} under an episode's base_url", f"there are {', '.join(ROUTES)}"
@@ -159,12 +161,14 @@ class InferenceApp:
             raise EpisodeLostError(f"episode {episode.episode_id!r} has ended", code="episode_ended")
         return episode
 
-    def _models(self, route: str, is_anthropic: bool) -> Mapping[str, Any]:
-        created, policy = self._engine.created, self._engine.loaded.policy
-        model = models.anthropic(policy, created) if is_anthropic else models.openai(policy, created)
+    def _models(self, route: str, episode: LiveEpisode, is_anthropic: bool) -> Mapping[str, Any]:
+        created, served = self._engine.created, episode.policies
+        describe = models.anthropic if is_anthropic else models.openai
         if route != MODELS:
-            return model
-        return models.anthropic_list([model]) if is_anthropic else models.openai_list([model])
+            name = choose_policy(unquote(route.removeprefix(MODELS + "/")), served)
+            return describe(served[name].ready, created)
+        all_of_them = [describe(policy.ready, created) for policy in served.values()]
+        return models.anthropic_list(all_of_them) if is_anthropic else models.openai_list(all_of_them)
 
     async def _at_leisure(self, body: bytes, read: Callable[[], Read], target: Target, scope: Scope) -> Read:
         """Read a body: a short one at once, a long one on a thread, so that others are answered meanwhile.
@@ -181,13 +185,14 @@ class InferenceApp:
 
     def _count(self, body: bytes, episode: LiveEpisode, target: Target) -> int:
         model, asked, tools = messages.parse_count(read_json(body))
-        agent = choose_agent(target.agent, model)
+        policy, agent = choose_policy(model, episode.policies), choose_agent(target.agent, model)
         episode.check_agent(agent)
-        return len(episode.tracker.draft(agent, asked, tools).prompt_ids)
+        return len(episode.trackers[policy].draft(agent, asked, tools).prompt_ids)
 
     def _draft(self, body: bytes, episode: LiveEpisode, target: Target) -> tuple[Request, Draft]:
         request = DIALECTS[target.route].parse(read_json(body), episode)
-        return request, episode.draft(self._engine.loaded, choose_agent(target.agent, request.model), request.call)
+        policy, agent = choose_policy(request.model, episode.policies), choose_agent(target.agent, request.model)
+        return request, episode.draft(policy, agent, request.call)
 
     async def _ask(
         self,
@@ -358,6 +363,21 @@ def read_json(body: bytes) -> Mapping[str, Any]:
     if not isinstance(raw, dict):
         raise BadRequestError("the body must be a JSON object")
     return raw
+
+
+def choose_policy(model: str, served: Mapping[str, ServedPolicy]) -> str:
+    """The policy that a call's `model` names, as `POLICY` or `POLICY@AGENT`; where there is one only, any name does.
+
+    Raises:
+        NotFoundError: there are several, and it names none of them.
+    """
+    name = model.rpartition("@")[0] if "@" in model else model
+    if name in served:
+        return name
+    if len(served) == 1:
+        return next(iter(served))
+    what = f"model {shown(model)} names no policy of this episode" if model else "the request names no model"
+    raise NotFoundError(what, f"it has {', '.join(served)}; name one of them", code="model_not_found", param="model")
 
 
 def choose_agent(from_path: str | None, model: str) -> str:

@@ -30,9 +30,9 @@ from swarm_engine.errors import (
 from swarm_engine.server.auth import KeyRing
 from swarm_engine.server.episodes import ClaimRequest, Ending, LiveEpisode, check_scripts
 from swarm_engine.server.journal import EpisodeRow, EventWrite, Journal, UnpoolWrite, Write
-from swarm_engine.server.loaded import Loaded
+from swarm_engine.server.loaded import Loaded, ServedPolicy
 from swarm_engine.server.pool import PooledEpisode, Seat, is_judged
-from swarm_engine.tracker.tracker import EpisodeRecord, EpisodeTracker
+from swarm_engine.tracker.tracker import EpisodeRecord
 from swarm_engine.types import DEFAULT_AGENT, BatchRecord, ClaimReason, Episode, Mode, Outcome
 
 MAX_LIVE_EPISODES = 4096
@@ -224,15 +224,11 @@ class Roster:
         loaded = self._gate(request.mode)
         if isinstance(loaded, ClaimReason):
             return loaded
-        policy = loaded.policy
-        if unknown := [name for name in request.policies if name != policy.name]:
-            raise NotFoundError(
-                f"policy {unknown[0]!r} is not served here", f"this server has {policy.name!r}", code="unknown_policy"
-            )
-        if request.mode is Mode.TRAIN and not policy.trainable:
-            raise ConflictError(
-                f"policy {policy.name!r} is frozen (trainable: false)", "claim with mode eval", code="policy_frozen"
-            )
+        policies = loaded.choose(request.policies)
+        if request.mode is Mode.TRAIN and not any(policy.ready.trainable for policy in policies.values()):
+            names = ", ".join(map(repr, policies))
+            what = f"policy {names} is" if len(policies) == 1 else f"policies {names} are"
+            raise ConflictError(f"{what} frozen (trainable: false)", "claim with mode eval", code="policy_frozen")
         if request.script is not None:
             check_scripts(loaded)
         if len(self._live) >= MAX_LIVE_EPISODES:
@@ -241,10 +237,18 @@ class Roster:
         seat = loaded.pool.claim(episode_id, request.mode, request.task_id, request.group_id)
         if isinstance(seat, ClaimReason):
             return seat
-        return self._admit(loaded, request, episode_id, seat)
+        return self._admit(loaded, policies, request, episode_id, seat)
 
-    def _admit(self, loaded: Loaded, request: ClaimRequest, episode_id: str, seat: Seat) -> LiveEpisode:
+    def _admit(
+        self,
+        loaded: Loaded,
+        policies: Mapping[str, ServedPolicy],
+        request: ClaimRequest,
+        episode_id: str,
+        seat: Seat,
+    ) -> LiveEpisode:
         now = time.monotonic()
+        version = max(loaded.version(policy) for policy in policies.values())
         episode = LiveEpisode(
             episode_id=episode_id,
             api_key=self._keys.key_of(episode_id),
@@ -253,17 +257,12 @@ class Roster:
             tags=request.tags,
             client_id=request.client_id,
             agents=request.agents,
-            policy_version=loaded.step,
+            policy_version=version,
             lease_s=request.lease_s or loaded.config.lease_s,
             started_at=now,
             deadline=now + loaded.config.episode_timeout_s,
-            tracker=EpisodeTracker(
-                episode_id,
-                loaded.policy.name,
-                loaded.codec,
-                loaded.config.policies[loaded.policy.name].history,
-                loaded.policy.max_context,
-            ),
+            policies=policies,
+            trackers=LiveEpisode.track(episode_id, policies),
             script=None if request.script is None else deque(request.script),
         )
         episode.touch()
@@ -280,7 +279,7 @@ class Roster:
                 index=seat.index,
                 mode=request.mode,
                 tags=request.tags,
-                policy_version=loaded.step,
+                policy_version=version,
                 client_id=request.client_id,
                 **extra,
             )
@@ -418,8 +417,8 @@ class Roster:
             ending = Ending(_by_agent(reward, tuple(row.rewards) or (DEFAULT_AGENT,)), outcome, metrics, step_rewards)
             _check_same_end(episode_id, row.request, ending.as_text())
             return ending.rewards
-        rewards = _by_agent(reward, episode.agents or episode.tracker.agents or (DEFAULT_AGENT,))
-        if silent := [agent for agent in episode.tracker.agents if agent not in rewards]:
+        rewards = _by_agent(reward, episode.agents or episode.speakers or (DEFAULT_AGENT,))
+        if silent := [agent for agent in episode.speakers if agent not in rewards]:
             raise InvalidError(
                 f"reward names {', '.join(map(repr, rewards)) or 'nobody'}, but {silent[0]!r} made calls too",
                 "give every agent that spoke a reward, or null where it can't be judged",
@@ -450,7 +449,7 @@ class Roster:
             raise UnsupportedError(
                 f"algorithm {algorithm} reads no step_rewards", "leave them out", param="step_rewards"
             )
-        made = {call.call_id for call in episode.tracker.calls()}
+        made = {call.call_id for call in episode.calls()}
         if unknown := [call_id for call_id in step_rewards if call_id not in made]:
             raise InvalidError(
                 f"step_rewards names {shown(unknown[0])}, which is no answered call of this episode",
@@ -496,7 +495,7 @@ class Roster:
         elif episode.mode is Mode.TRAIN:
             self._num_unjudged = 0
             self._completed[episode.episode_id] = ended
-            if spoke := episode.tracker.agents:
+            if spoke := episode.speakers:
                 judged = {agent for agent, reward in ended.rewards.items() if reward is not None}
                 if silent := judged.difference(spoke):
                     self.drops[SILENT_AGENT] += len(silent)
@@ -613,7 +612,7 @@ class Roster:
             "mode": episode.mode,
             "client_id": episode.client_id,
             "policy_version": episode.policy_version,
-            "num_calls": len(episode.tracker.calls()),
+            "num_calls": len(episode.calls()),
             "num_running_calls": episode.num_running,
             "seconds": round(time.monotonic() - episode.started_at, 3),
             "lease_s": episode.lease_s,

@@ -19,14 +19,25 @@ from swarm_engine.types import Block, Timeline, Untrained
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What recorded tokens are shown with."""
+    """What recorded tokens of a policy are shown with."""
 
     codec: ChatCodec
     max_context: int
     """Of the policy that sampled them; a merged timeline has no more."""
 
 
-def show_timelines(record: EpisodeRecord, shown_with: Shown, how: Merge, ignore_tools: bool) -> list[dict[str, Any]]:
+def show_timelines(
+    record: EpisodeRecord, shown_with: Mapping[str, Shown], how: Merge, ignore_tools: bool
+) -> list[dict[str, Any]]:
+    """The contexts of an episode, policy by policy, for what one of them sampled no other goes on from."""
+    return [
+        line
+        for policy in record.policies
+        for line in _show_policy(record.part(policy), shown_with[policy], how, ignore_tools)
+    ]
+
+
+def _show_policy(record: EpisodeRecord, shown_with: Shown, how: Merge, ignore_tools: bool) -> list[dict[str, Any]]:
     codec = shown_with.codec
     shown = EpisodeBlocks(record, codec)
     episode = with_continuations(record, codec, ignore_tools=ignore_tools) if how is Merge.TEXT else record.episode

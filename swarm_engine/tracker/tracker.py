@@ -1,4 +1,4 @@
-"""The calls of one episode, and which earlier call a request goes on from.
+"""The calls of one episode through one policy, and which earlier call a request goes on from.
 
 Prompt ids are what the sampler is given and completion ids what it returned; a reply's text is never encoded again.
 A request extends an earlier call when its messages begin with that call's messages and its answer, compared by role,
@@ -19,7 +19,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from swarm_engine.config import History
 from swarm_engine.errors import BadRequestError
@@ -54,6 +54,17 @@ class EpisodeRecord:
     notes: tuple[CallNote, ...]
     """One for each call, in the same order."""
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Those that answered, in order of their first call."""
+        return tuple(dict.fromkeys(call.policy for call in self.episode.calls))
+
+    def part(self, policy: str) -> EpisodeRecord:
+        """The calls of one policy; none of them goes on from a call of another."""
+        both = [one for one in zip(self.episode.calls, self.notes, strict=True) if one[0].policy == policy]
+        episode = replace(self.episode, calls=tuple(call for call, _ in both))
+        return EpisodeRecord(episode, tuple(note for _, note in both))
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
@@ -66,6 +77,8 @@ class Draft:
     index: int
     """Among the calls of its agent, in order of arrival."""
     agent: str
+    policy: str
+    """Which is to answer."""
     prompt_ids: tuple[int, ...]
     rendered: str
     """The whole prompt as the template writes it, breaks included; empty where the prompt came as token ids."""
@@ -91,8 +104,24 @@ class _Answered:
     answer: Answer
 
 
+@dataclass(slots=True)
+class CallNumbers:
+    """Numbers the calls of one episode, whichever policies answer them."""
+
+    num_calls: int = 0
+    num_by_agent: dict[str, int] = field(default_factory=dict)
+    """Agents in order of their first call."""
+
+    def take(self, agent: str, count: int) -> tuple[int, int]:
+        """Numbers for some calls that an agent makes now: the first one's in the episode and among its agent's."""
+        first, index = self.num_calls, self.num_by_agent.get(agent, 0)
+        self.num_calls = first + count
+        self.num_by_agent[agent] = index + count
+        return first, index
+
+
 class EpisodeTracker:
-    """What one episode asked and got. Calls may overlap. No method waits; drafting renders and encodes a prompt."""
+    """What one episode asked a policy and got. Calls may overlap. No method waits; drafting renders and encodes."""
 
     def __init__(
         self,
@@ -101,11 +130,13 @@ class EpisodeTracker:
         codec: ChatCodec,
         history: History = History.RECORDED,
         max_context: int | None = None,
+        numbers: CallNumbers | None = None,
     ) -> None:
         """Begin empty.
 
         Args:
             max_context: tokens that a prompt and its reply may have; None where any number is taken.
+            numbers: shared with the trackers of the episode's other policies; None where there are none.
         """
         self._episode_id = episode_id
         self.policy = policy
@@ -113,8 +144,7 @@ class EpisodeTracker:
         self._codec = codec
         self._history = history
         self._max_context = max_context
-        self._num_drafts = 0
-        self._num_by_agent: dict[str, int] = {}
+        self._numbers = numbers or CallNumbers()
         self._answered: dict[str, _Answered] = {}
         self._by_digest: dict[bytes, list[str]] = {}
         """Calls whose answer completes a conversation, by its digest, the newest last."""
@@ -123,8 +153,8 @@ class EpisodeTracker:
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """Agents whose requests went to the sampler, in order of the first one."""
-        return tuple(self._num_by_agent)
+        """Agents of the episode whose requests went to a sampler, in order of the first one."""
+        return tuple(self._numbers.num_by_agent)
 
     def begin(self, agent: str, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[Draft, ...]:
         """Draft a request of one choice and number it at once.
@@ -165,6 +195,7 @@ class EpisodeTracker:
             ask_id="",
             index=0,
             agent=agent,
+            policy=self.policy,
             prompt_ids=tuple(prompt_ids),
             rendered="",
             protected=(),
@@ -180,10 +211,7 @@ class EpisodeTracker:
 
     def number(self, draft: Draft, num_choices: int = 1) -> tuple[Draft, ...]:
         """Count an ask that goes to the sampler now: its draft once for each choice, each with an id and an index."""
-        index = self._num_by_agent.get(draft.agent, 0)
-        self._num_by_agent[draft.agent] = index + num_choices
-        first = self._num_drafts
-        self._num_drafts += num_choices
+        first, index = self._numbers.take(draft.agent, num_choices)
         names = [f"{self._episode_id}-{first + choice}" for choice in range(num_choices)]
         return tuple(
             replace(draft, call_id=name, ask_id=names[0], index=index + choice) for choice, name in enumerate(names)
@@ -206,6 +234,7 @@ class EpisodeTracker:
             ask_id="",
             index=0,
             agent=agent,
+            policy=self.policy,
             prompt_ids=self._encode(rendered),
             rendered=rendered,
             protected=protected,
@@ -300,7 +329,7 @@ class EpisodeTracker:
         call = Call(
             call_id=draft.call_id,
             index=draft.index,
-            policy=self.policy,
+            policy=draft.policy,
             agent=draft.agent,
             prompt_ids=draft.prompt_ids,
             completion_ids=tuple(completion_ids),
@@ -366,10 +395,11 @@ class EpisodeTracker:
         )
 
     def _in_order(self) -> list[_Answered]:
-        return sorted(self._answered.values(), key=lambda one: _ordinal(one.call.call_id))
+        return sorted(self._answered.values(), key=lambda one: ordinal(one.call.call_id))
 
 
-def _ordinal(call_id: str) -> int:
+def ordinal(call_id: str) -> int:
+    """A call's number in its episode."""
     return int(call_id.rpartition("-")[2])
 
 

@@ -1,8 +1,9 @@
-"""Checkpoints of a policy in training: weights, optimizer, tokenizer and chat template, whole or not there.
+"""Checkpoints of the policies in training: weights, optimizer, tokenizer and chat template, whole or not there.
 
-Nothing else is needed to go on. The learning rate is a function of the step, and every random number is derived from
-what it is for, so neither has a state; which data came before is in the journal, whose batches are replayed from the
-checkpoint's step on. See `swarm_engine.folders` for how a checkpoint gets its place on disk.
+Each policy has a folder of its name there. Nothing else is needed to go on. The learning rate is a function of the
+step, and every random number is derived from what it is for, so neither has a state; which data came before is in the
+journal, whose batches are replayed from the checkpoint's step on. See `swarm_engine.folders` for how a checkpoint gets
+its place on disk.
 
 Older checkpoints are removed only after a newer one is whole, and those of other runs never.
 """
@@ -10,7 +11,7 @@ Older checkpoints are removed only after a newer one is whole, and those of othe
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedWeights:
+    """What a checkpoint keeps of a policy."""
+
+    policy: LoadedPolicy
+    optimizer: AdamW
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointFolder:
     """The checkpoints of one run."""
 
@@ -48,11 +57,12 @@ class CheckpointFolder:
     keep_last: int = 3
 
     def save(
-        self, step: int, policy: LoadedPolicy, optimizer: AdamW, protected_steps: Collection[int] = ()
+        self, step: int, trained: Mapping[str, TrainedWeights], protected_steps: Collection[int] = ()
     ) -> Checkpoint:
         """Write a checkpoint and remove the oldest beyond `keep_last`.
 
         Args:
+            trained: by policy.
             protected_steps: checkpoints that stay however old they are.
 
         Raises:
@@ -66,8 +76,10 @@ class CheckpointFolder:
             return saved  # the same step has the same weights
         try:
             with whole_folder(saved.path) as folder:
-                save_policy(policy, folder)
-                save_file(optimizer.state(), folder / OPTIMIZER)
+                for name, one in trained.items():
+                    (folder / name).mkdir()
+                    save_policy(one.policy, folder / name)
+                    save_file(one.optimizer.state(), folder / name / OPTIMIZER)
                 write_manifest(folder, step, self.run_id)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -110,19 +122,20 @@ class CheckpointFolder:
         self.tidy()
 
 
-def load_checkpoint(checkpoint: Checkpoint, policy: LoadedPolicy, optimizer: AdamW) -> None:
-    """Put the weights and the optimizer's state of a checkpoint into the policy it was made from.
+def load_checkpoint(checkpoint: Checkpoint, name: str, policy: LoadedPolicy, optimizer: AdamW) -> None:
+    """Put a policy's weights and optimizer state of a checkpoint into the policy that they were made from.
 
     Raises:
         ModelError: it is a checkpoint of another model.
     """
-    if difference := _difference(checkpoint.path, policy):
+    folder = checkpoint.folder(name)
+    if difference := _difference(folder, policy):
         raise ModelError(
-            f"checkpoint {checkpoint.path} is of another model than {policy.tokenizer_dir}: {difference}; "
+            f"checkpoint {folder} is of another model than {policy.tokenizer_dir}: {difference}; "
             "put the model back as it was, or use a new run folder"
         )
-    policy.model.load_weights(read_tensors(checkpoint.path))
-    optimizer.load_state(load_file(checkpoint.path / OPTIMIZER))
+    policy.model.load_weights(read_tensors(folder))
+    optimizer.load_state(load_file(folder / OPTIMIZER))
 
 
 def _difference(folder: Path, policy: LoadedPolicy) -> str | None:

@@ -82,7 +82,7 @@ class Trainer:
         self.step = 0
         """Updates already in the weights."""
         self.optimizer = AdamW(
-            dict(model.named_parameters()),
+            {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
             AdamWConfig(config.learning_rate, config.beta1, config.beta2, config.weight_decay),
         )
         self.reference = copy.deepcopy(model).requires_grad_(False) if config.kl_weight > 0 else None

@@ -151,9 +151,18 @@ class Fake:
             self.weights, self.step = kept["weights"], kept["step"]
         folder = self.home / "fake_tokenizer"
         write_tokenizer(folder, *([self.knobs.template] if self.knobs.template else []))
-        ((name, policy),) = message.config["policies"].items()
-        ready = PolicyReady(name, self.step, policy["trainable"], str(folder), (END_ID,), self.knobs.max_context)
-        self.send(Booted((ready,), self.step))
+        policies = [
+            PolicyReady(
+                name,
+                self.step if one["trainable"] else 0,
+                one["trainable"],
+                str(folder),
+                (END_ID,),
+                self.knobs.max_context,
+            )
+            for name, one in message.config["policies"].items()
+        ]
+        self.send(Booted(tuple(policies), self.step))
 
     async def generate(self, message: Generate, number: int) -> None:
         if not message.prompt_ids or max(message.prompt_ids) >= NUM_IDS:

@@ -210,7 +210,7 @@ def test_a_reply_that_can_not_be_read_fails_alone(
     served, client = slow
     assert served.front is not None
     with client.episode("t", mode=Mode.EVAL) as episode:
-        live = served.front.engine.loaded.codec
+        live = served.front.engine.loaded.policies["policy"].codec
         honest = live.token_bytes
 
         def read(token_id: int) -> bytes:

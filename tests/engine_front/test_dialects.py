@@ -1473,13 +1473,13 @@ def prepare(front: Front, route: str, content: bytes, live: LiveEpisode) -> None
     raw = read_json(content)
     if route == "messages/count_tokens":
         _, messages, tools = parse_count(raw)
-        live.tracker.draft("main", messages, tools)
+        live.trackers["policy"].draft("main", messages, tools)
         return
     request = DIALECTS[route].parse(raw, live)
     choose_agent(None, request.model)
-    loaded = front.engine.loaded
-    _grammar(loaded, request.call, live.draft(loaded, "main", request.call))
-    live._seed(0, live.tracker.draft_ids("main", [97]), request.call.seed, 0)
+    codec = front.engine.loaded.policies["policy"].codec
+    _grammar(codec, request.call, live.draft("policy", "main", request.call))
+    live._seed(0, live.trackers["policy"].draft_ids("main", [97]), request.call.seed, 0)
     encode(getattr(request, "echoed", {}))
 
 

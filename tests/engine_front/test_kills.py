@@ -24,7 +24,7 @@ from test_lifecycle import free_port, read_journal, wait_until
 from tiny_model import build_tiny_model
 
 from swarm_engine.client import EpisodeLostError, SwarmClient, SwarmError, SwarmRequestError
-from swarm_engine.protocol import Boot, Update
+from swarm_engine.protocol import Boot, Save, Update
 from swarm_engine.server.roster import episode_records
 from swarm_engine.types import BatchRecord, EngineState
 from swarm_engine.worker import Engine
@@ -151,7 +151,7 @@ def last_weights(run: Run) -> tuple[int, bytes]:
         wait_until(lambda: client.status().state is EngineState.ROLLING, 60)
         client.stop()
         newest = client.checkpoints()[-1]
-    return newest.step, (Path(newest.path) / "model.safetensors").read_bytes()
+    return newest.step, (Path(newest.path) / "policy" / "model.safetensors").read_bytes()
 
 
 def trained_from_journal(run_dir: Path, aside: Path, config: dict[str, Any]) -> tuple[int, bytes]:
@@ -166,8 +166,8 @@ def trained_from_journal(run_dir: Path, aside: Path, config: dict[str, Any]) -> 
                 batch["step"] - 1
             }, "B093: an episode was trained that other weights had sampled"
             engine.update(Update(BatchRecord(batch["step"], tuple(batch["episode_ids"]), batch["seed"]), episodes))
-    saved = engine.checkpoints.save(engine.step, engine.policy, engine.trainer.optimizer)
-    return engine.step, (saved.path / "model.safetensors").read_bytes()
+    saved = engine.save(Save())
+    return engine.step, (Path(saved.path or "") / "policy" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

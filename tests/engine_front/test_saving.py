@@ -120,8 +120,12 @@ def test_the_best_checkpoint_outlives_newer_ones_and_exports_choose_between_them
             client.export("policy", "both", step=4, best=True)
         with pytest.raises(SwarmRequestError, match="policy 'other' is not served here"):
             client.export("other", "none", step=4)
-        (weights := find_checkpoints(run_dir / "checkpoints")[1].path / "model.safetensors").write_bytes(b"")
-        with pytest.raises(SwarmRequestError, match=r"step-000005 is not whole: model.safetensors is not what was"):
+        (weights := find_checkpoints(run_dir / "checkpoints")[1].folder("policy") / "model.safetensors").write_bytes(
+            b""
+        )
+        with pytest.raises(
+            SwarmRequestError, match=r"step-000005 is not whole: policy/model.safetensors is not what was"
+        ):
             client.export("policy", "broken", step=5)
         weights.unlink()
     assert sorted(path.name for path in (run_dir / "exports").iterdir()) == ["best", "fourth", "now"]
@@ -154,14 +158,14 @@ def test_a_damaged_checkpoint_is_trained_again_from_the_one_before_to_the_same_b
         client.start({**CONFIG, "trainer": {**TRAINER, "keep_last": 2}}, wait=True)
         train(client, 1.0, 2.0, 3.0)
         client.stop()
-        newest = find_checkpoints(run_dir / "checkpoints")[-1].path
+        newest = find_checkpoints(run_dir / "checkpoints")[-1].folder("policy")
         before = read(newest)
         flipped = bytearray(before)
         flipped[len(flipped) // 2] ^= 1
         (newest / "model.safetensors").write_bytes(flipped)
         assert client.start(wait=True).saved_step == 2
         assert (
-            "step-000003 is not whole: model.safetensors is not what was written"
+            "step-000003 is not whole: policy/model.safetensors is not what was written"
             in (run_dir / "worker.log").read_text()
         )
         assert client.status().step == 3

@@ -29,6 +29,10 @@ def line(*blocks: dict[str, Any], agent: str = "main", call: str = "c", builds_o
     return {"agent": agent, "policy": "policy", "call_ids": [call], "builds_on": builds_on, "blocks": list(blocks)}
 
 
+def shown(chat: Chat) -> list[dict[str, Any]]:
+    return show_timelines(chat.record(), {"policy": Shown(chat.codec, 10_000)}, Merge.NONE, ignore_tools=False)
+
+
 ASK = block("user", "abc")
 REPLY = block("assistant", "xyz", is_sampled=True)
 FIRST = line(ASK, REPLY)
@@ -105,7 +109,7 @@ def test_thoughts_that_a_template_drops_are_its_doing_with_every_family(kind: st
     chat.messages = [user("hi")]
     for number in range(3):
         chat.turn(THOUGHTS[kind].format(number, number), user("go"))
-    splits = find_splits(show_timelines(chat.record(), Shown(chat.codec, 10_000), Merge.NONE, ignore_tools=False))
+    splits = find_splits(shown(chat))
     assert [split.reason for split in splits] == [Reason.TEMPLATE_REWROTE] * 2
     assert [(f"hm, {number}" in split.was, f"hm, {number}" in split.now) for number, split in enumerate(splits)] == [
         (True, False),
@@ -118,13 +122,13 @@ def test_a_prompt_of_the_same_letters_in_other_tokens_is_no_changed_message() ->
     for prompt in ((*chat.codec.encode("the"), 33), (*b"the", 34)):
         (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", (32, *prompt)))
         chat.finish(draft, chat.codec.encode("so<|im_end|>"))
-    (split,) = find_splits(show_timelines(chat.record(), Shown(chat.codec, 10_000), Merge.NONE, ignore_tools=False))
+    (split,) = find_splits(shown(chat))
     assert split.reason is Reason.MESSAGE_CHANGED, "what follows differs"
     chat = Chat("qwen25")
     for prompt in ((*chat.codec.encode("the"), 33), (*b"the", 33)):
         (draft,) = chat.tracker.number(chat.tracker.draft_ids("main", (32, *prompt)))
         chat.finish(draft, chat.codec.encode("so<|im_end|>"))
-    (split,) = find_splits(show_timelines(chat.record(), Shown(chat.codec, 10_000), Merge.NONE, ignore_tools=False))
+    (split,) = find_splits(shown(chat))
     assert split.reason is Reason.RETOKENIZED
 
 

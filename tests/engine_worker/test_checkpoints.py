@@ -23,7 +23,7 @@ from swarm_engine.config import Schedule, TrainerConfig
 from swarm_engine.errors import CheckpointError, ModelError
 from swarm_engine.folders import Checkpoint, damage, find_checkpoints, remove_partial, whole_folder
 from swarm_engine.models.loading import LoadedPolicy, load_policy
-from swarm_engine.trainer.checkpoints import CheckpointFolder, load_checkpoint
+from swarm_engine.trainer.checkpoints import CheckpointFolder, TrainedWeights, load_checkpoint
 from swarm_engine.trainer.schedule import learning_rate
 from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord
@@ -59,7 +59,7 @@ def resumed(model: Path, checkpoints: CheckpointFolder, config: TrainerConfig) -
     trainer = Trainer(policy.model, config)
     found = checkpoints.newest()
     if found is not None:
-        load_checkpoint(found, policy, trainer.optimizer)
+        load_checkpoint(found, "policy", policy, trainer.optimizer)
     return policy, trainer, found.step if found else 0
 
 
@@ -87,7 +87,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(
     trainer = Trainer(first.model, config)
     before = train(trainer, *range(1, stops_at + 1))
     if stops_at:
-        checkpoints.save(stops_at, first, trainer.optimizer)
+        checkpoints.save(stops_at, {"policy": TrainedWeights(first, trainer.optimizer)})
     again, trainer, step = resumed(tiny_dir, checkpoints, config)
     assert step == stops_at
     assert before + train(trainer, *range(step + 1, 5)) == rates
@@ -101,7 +101,7 @@ def test_the_learning_rate_does_not_jump_at_a_restart(tiny_dir: Path, tmp_path: 
     trainer = Trainer(policy.model, config)
     train(trainer, *range(1, 11))
     checkpoints = CheckpointFolder(tmp_path, "run")
-    checkpoints.save(10, policy, trainer.optimizer)
+    checkpoints.save(10, {"policy": TrainedWeights(policy, trainer.optimizer)})
     _, trainer, step = resumed(tiny_dir, checkpoints, config)
     assert train(trainer, step + 1) == [pytest.approx(1e-3 * 0.9)]
 
@@ -122,13 +122,13 @@ def test_schedules_by_hand() -> None:
 
 def test_a_checkpoint_is_a_model_that_loads_on_its_own(tiny: LoadedPolicy, tmp_path: Path) -> None:
     saved = save(tmp_path, 1, tiny)
-    assert torch.equal(load_policy(saved.path).model.embedding, tiny.model.embedding)
-    assert (saved.path / "chat_template.jinja").is_file()
+    assert torch.equal(load_policy(saved.folder("policy")).model.embedding, tiny.model.embedding)
+    assert (saved.folder("policy") / "chat_template.jinja").is_file()
 
 
 def save(root: Path, step: int, policy: LoadedPolicy, keep_last: int = 3, *protected: int) -> Checkpoint:
-    optimizer = Trainer(policy.model, TrainerConfig()).optimizer
-    return CheckpointFolder(root, "run", keep_last).save(step, policy, optimizer, protected)
+    trained = TrainedWeights(policy, Trainer(policy.model, TrainerConfig()).optimizer)
+    return CheckpointFolder(root, "run", keep_last).save(step, {"policy": trained}, protected)
 
 
 def newest(root: Path) -> Checkpoint | None:
@@ -137,21 +137,23 @@ def newest(root: Path) -> Checkpoint | None:
 
 # Damage
 
+IN_A_POLICY = ("policy/model.safetensors", "policy/optimizer.safetensors", "policy/tokenizer.json")
+
 
 def test_resuming_takes_the_newest_whole_checkpoint_and_names_the_broken_one(
     tiny: LoadedPolicy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """B109."""
     ten, twenty = save(tmp_path, 10, tiny), save(tmp_path, 20, tiny)
-    weights = twenty.path / "model.safetensors"
+    weights = twenty.folder("policy") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     with caplog.at_level(logging.WARNING):
         assert newest(tmp_path) == ten
-    assert "step-000020 is not whole: model.safetensors is not what was written; going back" in caplog.text
+    assert "step-000020 is not whole: policy/model.safetensors is not what was written; going back" in caplog.text
     assert save(tmp_path, 20, tiny) == newest(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("file", [*IN_A_POLICY, "manifest.json"])
 def test_a_flipped_bit_anywhere_sends_the_start_back_to_the_checkpoint_before(
     tiny: LoadedPolicy, tmp_path: Path, file: str
 ) -> None:
@@ -163,7 +165,7 @@ def test_a_flipped_bit_anywhere_sends_the_start_back_to_the_checkpoint_before(
     assert newest(tmp_path) == ten
 
 
-@pytest.mark.parametrize("lost", ["manifest.json", "optimizer.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("lost", ["manifest.json", *IN_A_POLICY[1:]])
 def test_a_checkpoint_with_a_file_missing_is_none(tiny: LoadedPolicy, tmp_path: Path, lost: str) -> None:
     saved = save(tmp_path, 1, tiny)
     assert damage(saved.path) is None
@@ -205,18 +207,18 @@ def test_a_new_run_in_an_old_runs_folder_removes_nothing_and_is_refused_at_the_n
     tiny: LoadedPolicy, tmp_path: Path
 ) -> None:
     """B117."""
-    optimizer = Trainer(tiny.model, TrainerConfig()).optimizer
+    trained = {"policy": TrainedWeights(tiny, Trainer(tiny.model, TrainerConfig()).optimizer)}
     for step in (80, 90, 100):
-        CheckpointFolder(tmp_path, "old").save(step, tiny, optimizer)
+        CheckpointFolder(tmp_path, "old").save(step, trained)
     for keep_last in (3, 1):
-        CheckpointFolder(tmp_path, "new", keep_last).save(10, tiny, optimizer)
+        CheckpointFolder(tmp_path, "new", keep_last).save(10, trained)
         assert steps(tmp_path) == [10, 80, 90, 100]
-    CheckpointFolder(tmp_path, "new", 1).save(11, tiny, optimizer)
+    CheckpointFolder(tmp_path, "new", 1).save(11, trained)
     assert steps(tmp_path) == [11, 80, 90, 100]
     with pytest.raises(CheckpointError, match="step-000080 was made by another run"):
         CheckpointFolder(tmp_path, "new").newest()
     with pytest.raises(CheckpointError, match="of another run; move it away"):
-        CheckpointFolder(tmp_path, "new").save(80, tiny, optimizer)
+        CheckpointFolder(tmp_path, "new").save(80, trained)
 
 
 # Full disks
@@ -278,7 +280,8 @@ def test_whenever_a_save_is_killed_the_old_or_the_new_checkpoint_is_whole(tiny_d
     trainer = Trainer(policy.model, TrainerConfig())
     checkpoints = CheckpointFolder(root, "run", keep_last=1)
     train(trainer, 1)
-    old = checkpoints.save(1, policy, trainer.optimizer)
+    trained = {"policy": TrainedWeights(policy, trainer.optimizer)}
+    old = checkpoints.save(1, trained)
     shutil.copytree(root, aside)
     train(trainer, 2)
     seen = set()
@@ -288,15 +291,15 @@ def test_whenever_a_save_is_killed_the_old_or_the_new_checkpoint_is_whole(tiny_d
         assert found is not None
         seen.add((found.step, len(find_checkpoints(root))))
         again = load_policy(tiny_dir)
-        load_checkpoint(found, again, Trainer(again.model, TrainerConfig()).optimizer)
+        load_checkpoint(found, "policy", again, Trainer(again.model, TrainerConfig()).optimizer)
         assert found.step == old.step or are_equal(again, policy)
         checkpoints.tidy()
         assert {path.name for path in root.iterdir()} <= {"step-000001", "step-000002"}
-        assert checkpoints.save(2, policy, trainer.optimizer).step == 2
+        assert checkpoints.save(2, trained).step == 2
         shutil.rmtree(root)
         shutil.copytree(aside, root)
 
-    count = killed_at_every_file_operation(lambda: checkpoints.save(2, policy, trainer.optimizer), root, check)
+    count = killed_at_every_file_operation(lambda: checkpoints.save(2, trained), root, check)
     assert count > 40
     # Not yet renamed; renamed, and the old one still there; and at the end the new one alone.
     assert seen == {(1, 1), (2, 2), (2, 1)}
@@ -336,7 +339,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     saved = save(tmp_path, 1, tiny)
     other = load_policy(build_tiny_model(tmp_path / "other", **changes))
     with pytest.raises(ModelError, match=f"of another model than .*{message}"):
-        load_checkpoint(saved, other, Trainer(other.model, TrainerConfig()).optimizer)
+        load_checkpoint(saved, "policy", other, Trainer(other.model, TrainerConfig()).optimizer)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja"])
@@ -345,11 +348,11 @@ def test_a_checkpoint_of_another_tokenizer_or_template_is_refused(tmp_path: Path
     saved = save(tmp_path / "checkpoints", 1, load_policy(model))
     (model / file).write_text((model / file).read_text() + "\n")
     with pytest.raises(ModelError, match=f"its {file} differs; put the model back"):
-        load_checkpoint(saved, again := load_policy(model), Trainer(again.model, TrainerConfig()).optimizer)
+        load_checkpoint(saved, "policy", again := load_policy(model), Trainer(again.model, TrainerConfig()).optimizer)
 
 
 def test_the_numbers_type_is_no_difference(tmp_path: Path) -> None:
     model = build_tiny_model(tmp_path / "model", dtype="bfloat16")
     saved = save(tmp_path / "checkpoints", 1, load_policy(model))
-    assert json.loads((saved.path / "config.json").read_text())["torch_dtype"] == "float32"
-    load_checkpoint(saved, again := load_policy(model), Trainer(again.model, TrainerConfig()).optimizer)
+    assert json.loads((saved.folder("policy") / "config.json").read_text())["torch_dtype"] == "float32"
+    load_checkpoint(saved, "policy", again := load_policy(model), Trainer(again.model, TrainerConfig()).optimizer)

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
 
-from swarm_engine import worker
 from swarm_engine.errors import CheckpointError, ModelError, WorkerError
 from swarm_engine.models.loading import LoadedPolicy, load_policy
 from swarm_engine.protocol import (
@@ -30,9 +29,11 @@ from swarm_engine.protocol import (
     Update,
     Updated,
 )
+from swarm_engine.sampler import agreement
+from swarm_engine.sampler.agreement import check_agreement
 from swarm_engine.trainer.scoring import Row, score
 from swarm_engine.types import BatchRecord, FinishReason, SamplingParams
-from swarm_engine.worker import Engine, check_agreement
+from swarm_engine.worker import Engine
 
 
 def update(step: int) -> Update:
@@ -93,7 +94,7 @@ def test_a_conversation_with_the_worker(tiny_dir: Path, tmp_path: Path) -> None:
         saved, exported, refused = (front.receive(Saved) for _ in range(3))
         assert saved == Saved(1, str(tmp_path / "checkpoints" / "step-000001"))
         assert exported.error is None
-        assert weights_of(exported.path or "") == weights_of(saved.path or "")
+        assert weights_of(exported.path or "") == weights_of(Path(saved.path or "") / "policy")
         assert "is there already" in (refused.error or "")
         front.send(Stop())
         assert front.process.wait(30) == 0
@@ -107,7 +108,7 @@ def test_the_same_batches_give_the_same_weights_even_after_a_kill(tiny_dir: Path
             front.send(update(step))
             front.receive(Updated)
         front.send(Save())
-        expected = weights_of(front.receive(Saved).path or "")
+        expected = weights_of(Path(front.receive(Saved).path or "") / "policy")
     with WorkerProcess(tmp_path) as front:
         front.boot(tiny_dir.parent, broken, "tiny")
         for step in (1, 2, 3):
@@ -123,7 +124,7 @@ def test_the_same_batches_give_the_same_weights_even_after_a_kill(tiny_dir: Path
         assert (booted.step, booted.policies[0].version) == (2, 2)
         front.send(update(3), update(4), Save())
         assert [front.receive(Updated).step for _ in (3, 4)] == [3, 4]
-        assert weights_of(front.receive(Saved).path or "") == expected
+        assert weights_of(Path(front.receive(Saved).path or "") / "policy") == expected
 
 
 def test_a_reply_goes_on_across_an_update_and_says_which_weights_sampled_each_token(tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_a_reply_goes_on_across_an_update_and_says_which_weights_sampled_each_to
         ({"policies": {"policy": {"model": "nowhere"}}}, "no model 'nowhere'"),
         ({"policies": {"policy": {"model": "../x"}}}, "leads out of the model root"),
         ({"trainer": {"lerning_rate": 1}}, "lerning_rate"),
-        ({"policies": {}}, "exactly 1"),
+        ({"policies": {}}, "policies names none"),
     ],
 )
 def test_a_boot_that_cannot_be_is_refused(
@@ -186,7 +187,7 @@ def test_the_sampler_follows_every_update_and_the_reward_rises(tiny_dir: Path, t
             assert version == step - 1
             row = Row(prompt + ids, tuple(range(len(prompt), len(prompt + ids))), (1.0,) * len(ids))
             with torch.no_grad():
-                trained = score(engine.policy.model, [row]).logprobs_N.tolist()
+                trained = score(engine.policies["policy"].policy.model, [row]).logprobs_N.tolist()
             assert max(abs(a - b) for a, b in zip(logprobs, trained, strict=True)) < 1e-3
         batch = tuple(
             episode(f"{step}-{place}", [one], reward)
@@ -204,8 +205,8 @@ def sample(
     for number in range(count):
         params = SamplingParams(6, seed=seed + number)
         answers += engine.generate(Generate(str(number), "policy", prompt, params, is_streamed=False))
-    while not engine.sampler.is_idle:
-        answers += engine.sampler.step()
+    while not engine.is_idle:
+        answers += engine.sample()
     return {
         one.request_id: (one.token_ids, one.logprobs, one.policy_version) for one in answers if isinstance(one, Sampled)
     }
@@ -264,12 +265,12 @@ def test_sampler_and_trainer_agree_and_it_is_noticed_when_they_do_not(
         tiny.model.norm.fill_(float("nan"))
     with pytest.raises(WorkerError, match="weights are broken"):
         check_agreement(tiny, False)
-    whole = worker.score
+    whole = agreement.score
 
     def half_a_thousandth_off(*arguments: object) -> object:
         scores = whole(*arguments)  # type: ignore[arg-type]
         return type(scores)(scores.logprobs_N + 5e-4, scores.entropies_N)
 
-    monkeypatch.setattr(worker, "score", half_a_thousandth_off)
+    monkeypatch.setattr(agreement, "score", half_a_thousandth_off)
     with pytest.raises(WorkerError, match="differ by up to"):
         check_agreement(load_policy(tiny.tokenizer_dir), False)

@@ -33,7 +33,7 @@ def trained_weights(workflow: Path, folder: Path) -> bytes:
     assert step["metrics"]["skipped"] == 0  # or the weights would be the same without having moved
     checkpoint = find_checkpoints(run_dir / "checkpoints")[-1]
     assert checkpoint.step == 1
-    return (checkpoint.path / "model.safetensors").read_bytes()
+    return (checkpoint.folder("policy") / "model.safetensors").read_bytes()
 
 
 def test_every_workflow_trains_the_same_weights_to_the_last_bit(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The lists of models, as either vendor writes them. An episode's only policy answers to every name."""
+"""The lists of models, as either vendor writes them: the policies of an episode."""
 
 from __future__ import annotations
 

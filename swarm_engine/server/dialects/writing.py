@@ -47,7 +47,7 @@ def openai_error(error: SwarmEngineError) -> dict[str, Any]:
 def openai_head(ask: RunningAsk, kind: str, created: int) -> dict[str, Any]:
     """How a reply of OpenAI's older APIs begins."""
     versions = ask.calls[0].generation.policy_versions
-    version = versions[-1] if versions else ask.episode.policy_version
+    version = versions[-1] if versions else ask.policy_version
     return {
         "id": ask.call_id,
         "object": kind,

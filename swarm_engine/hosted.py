@@ -1,0 +1,95 @@
+"""One policy of a worker: its weights, what samples from them and, unless it is frozen, what trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm_engine.config import EngineConfig
+from swarm_engine.models import resolve
+from swarm_engine.models.loading import LoadedPolicy, load_policy
+from swarm_engine.protocol import PolicyReady, Updated
+from swarm_engine.sampler import Reply, Sampler
+from swarm_engine.sampler.agreement import check_agreement
+from swarm_engine.sampler.grammar import Grammars
+from swarm_engine.sampler.slots import SlotSampler
+from swarm_engine.trainer.parts import part_of
+from swarm_engine.trainer.trainer import Trainer
+from swarm_engine.types import BatchRecord, Episode
+
+
+def load_policies(config: EngineConfig, model_root: str) -> dict[str, LoadedPolicy]:
+    """The start weights of every policy, by name. What is frozen is in memory once, whoever serves it.
+
+    Raises:
+        ModelError: a model can't be found or run.
+    """
+    frozen: dict[Path, LoadedPolicy] = {}
+    loaded = {}
+    for name, policy in config.policies.items():
+        path = resolve(policy.model, model_root)
+        if policy.trainable:
+            loaded[name] = load_policy(path)
+            continue
+        if path not in frozen:
+            frozen[path] = load_policy(path)
+            frozen[path].model.requires_grad_(False)
+        loaded[name] = frozen[path]
+    return loaded
+
+
+@dataclass(slots=True)
+class HostedPolicy:
+    """A loaded policy with its trainer and its sampler."""
+
+    name: str
+    policy: LoadedPolicy
+    trainer: Trainer | None
+    """None where it is frozen."""
+    sampler: Sampler
+
+    @staticmethod
+    def serve(name: str, policy: LoadedPolicy, trainer: Trainer | None, config: EngineConfig) -> HostedPolicy:
+        """Begin to sample from weights that are as they shall be.
+
+        Raises:
+            WorkerError: sampler and trainer disagree about them.
+        """
+        sampler = SlotSampler(
+            policy.model,
+            policy.end_ids,
+            backend=config.sampler.backend,
+            max_running=config.sampler.max_running,
+            is_lockstep=config.lockstep,
+            version=trainer.step if trainer else 0,
+            grammars=Grammars(policy.tokenizer_dir, policy.model.config.vocab_size, policy.end_ids),
+        )
+        check_agreement(policy, config.lockstep)
+        return HostedPolicy(name, policy, trainer, sampler)
+
+    @property
+    def version(self) -> int:
+        """Updates in its weights; 0 where it is frozen."""
+        return self.trainer.step if self.trainer else 0
+
+    def ready(self) -> PolicyReady:
+        """What the front needs to know."""
+        return PolicyReady(
+            name=self.name,
+            version=self.version,
+            trainable=self.trainer is not None,
+            tokenizer_dir=str(self.policy.tokenizer_dir),
+            end_ids=self.policy.end_ids,
+            max_context=self.policy.max_context,
+        )
+
+    def update(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:
+        """Train on its part of a batch; the sampler is told by `weights_changed`."""
+        assert self.trainer is not None, self.name
+        parts = [part for episode in episodes if (part := part_of(episode, self.name)) is not None]
+        return self.trainer.update(record, parts)
+
+    def weights_changed(self) -> list[Reply]:
+        """What runs in the sampler goes on under the weights as they are now."""
+        return self.sampler.weights_changed(self.version)
