@@ -329,13 +329,74 @@ _ENABLED_BY: Mapping[str, str] = {
 """Knobs that another one brings with it."""
 
 
+class Target(StrEnum):
+    """A projection of every layer that may have a low-rank branch, as peft calls it."""
+
+    Q = "q_proj"
+    K = "k_proj"
+    V = "v_proj"
+    OUT = "o_proj"
+    GATE = "gate_proj"
+    UP = "up_proj"
+    DOWN = "down_proj"
+
+
+_NO_DROPOUT = "sampler and trainer would compute different functions"
+_NO_VARIANT = "only plain LoRA is computed here"
+UNSUPPORTED_LORA: Mapping[str, str] = {
+    "dropout": _NO_DROPOUT,
+    "lora_dropout": _NO_DROPOUT,
+    "use_rslora": _NO_VARIANT + "; alpha scales by alpha / rank, so set it to alpha times the root of the rank",
+    "use_dora": _NO_VARIANT,
+}
+"""Keys that other tools know, and why they are none here."""
+
+
+class LoraConfig(Frozen):
+    """Low-rank branches beside frozen matrices (Hu et al. 2021, arXiv:2106.09685)."""
+
+    rank: int = Field(16, ge=1, le=1024)
+    alpha: float = Field(32.0, gt=0)
+    """What a branch adds is scaled by alpha / rank."""
+    targets: tuple[Target, ...] = tuple(Target)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            for name, why in UNSUPPORTED_LORA.items():
+                if given.get(name):
+                    raise ValueError(f"lora.{name} is {given[name]}, but {why}; leave it out")
+        return given
+
+    @model_validator(mode="after")
+    def _targets_are_some(self) -> Self:
+        if not self.targets or len(set(self.targets)) != len(self.targets):
+            raise ValueError(
+                f"lora.targets is {[str(one) for one in self.targets]}; name each once, one at least, of "
+                f"{', '.join(Target)}"
+            )
+        return self
+
+
 class PolicyConfig(Frozen):
     """One named set of weights."""
 
     model: str = "nano-tictactoe"
     """A name from `swarm_engine.models`, or a folder under the server's model root."""
     trainable: bool = True
+    lora: LoraConfig | None = None
+    """Trains branches beside the model's weights, which stay as they are and are in memory once for all policies that
+    do so; None trains the weights themselves."""
     history: History = History.RECORDED
+
+    @model_validator(mode="after")
+    def _lora_is_trained(self) -> Self:
+        if self.lora is not None and not self.trainable:
+            raise ValueError(
+                "lora begins without an effect and trainable is false, so it would never have one; leave lora out"
+            )
+        return self
 
 
 class TeacherConfig(Frozen):

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from swarm_engine.config import EngineConfig
 from swarm_engine.models import resolve
-from swarm_engine.models.loading import LoadedPolicy, load_policy
+from swarm_engine.models.loading import LoadedPolicy, adapt, load_policy, weights_sha256
 from swarm_engine.protocol import PolicyReady, Updated
 from swarm_engine.sampler import Reply, Sampler
 from swarm_engine.sampler.agreement import check_agreement
 from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
+from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.parts import part_of
 from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord, Episode
@@ -26,16 +27,21 @@ def load_policies(config: EngineConfig, model_root: str) -> dict[str, LoadedPoli
         ModelError: a model can't be found or run.
     """
     frozen: dict[Path, LoadedPolicy] = {}
+    hashes: dict[Path, str] = {}
     loaded = {}
     for name, policy in config.policies.items():
         path = resolve(policy.model, model_root)
-        if policy.trainable:
+        if policy.trainable and policy.lora is None:
             loaded[name] = load_policy(path)
             continue
         if path not in frozen:
             frozen[path] = load_policy(path)
             frozen[path].model.requires_grad_(False)
         loaded[name] = frozen[path]
+        if policy.lora is not None:
+            hashes[path] = hashes.get(path) or weights_sha256(path)
+            seed = derive_seed(config.seed, "lora", name)
+            loaded[name] = adapt(frozen[path], policy.model, hashes[path], policy.lora, seed)
     return loaded
 
 

@@ -5,6 +5,8 @@ by more than rounding: query, key and value projections are one matrix, gate and
 is a function that the caller gives. So the sampler attends over its cache, the trainer over a padded batch, and neither
 copies a weight. `named_weights` maps between this layout and the names of a Hugging Face checkpoint.
 
+A matrix may have a low-rank branch, see `lora`; one without costs nothing and computes what it did.
+
 Transformers is not imported for the common rotary embedding: that alone would double the start-up time of a worker.
 
 Axes: B row, T position, H query head, K key/value head, D head dimension, C hidden dimension, V vocabulary.
@@ -12,15 +14,19 @@ Axes: B row, T position, H query head, K key/value head, D head dimension, C hid
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from swarm_engine.config import LoraConfig
 from swarm_engine.errors import ModelError
+from swarm_engine.models.lora import LowRank, Projection
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 """Values of `model_type` that this forward computes exactly."""
@@ -99,6 +105,26 @@ class DecoderConfig:
         )
 
 
+def projections(config: DecoderConfig) -> dict[str, tuple[Projection, ...]]:
+    """What each fused matrix of a layer is made of."""
+    width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    fused = {
+        "qkv": {"self_attn.q_proj": width, "self_attn.k_proj": kv_width, "self_attn.v_proj": kv_width},
+        "out": {"self_attn.o_proj": hidden},
+        "gate_up": {"mlp.gate_proj": inner, "mlp.up_proj": inner},
+        "down": {"mlp.down_proj": hidden},
+    }
+    found = {}
+    for matrix, widths in fused.items():
+        stops = list(accumulate(widths.values()))
+        found[matrix] = tuple(
+            Projection(path.partition(".")[2], path, stop - rows, stop)
+            for (path, rows), stop in zip(widths.items(), stops, strict=True)
+        )
+    return found
+
+
 class Attend(Protocol):
     """How one layer's queries meet the keys and values they may see."""
 
@@ -134,6 +160,14 @@ class Block(nn.Module):
         self.gate_up_bias = maybe(config.has_mlp_bias, 2 * inner)
         self.down = weight(hidden, inner)
         self.down_bias = maybe(config.has_mlp_bias, hidden)
+        self.qkv_branch: LowRank | None = None
+        self.out_branch: LowRank | None = None
+        self.gate_up_branch: LowRank | None = None
+        self.down_branch: LowRank | None = None
+
+    def branches(self) -> list[LowRank]:
+        """Those that are there."""
+        return [one for one in (self.qkv_branch, self.out_branch, self.gate_up_branch, self.down_branch) if one]
 
 
 class Decoder(nn.Module):
@@ -170,7 +204,7 @@ class Decoder(nn.Module):
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
             y = functional.rms_norm(x, width, block.attention_norm, eps)
-            qkv = functional.linear(y, block.qkv, block.qkv_bias).view(rows, length, heads + 2 * kv_heads, -1)
+            qkv = linear(y, block.qkv, block.qkv_bias, block.qkv_branch).view(rows, length, heads + 2 * kv_heads, -1)
             qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=2)
             if block.q_norm is not None and block.k_norm is not None:
                 scale = torch.cat((block.q_norm.expand(heads, -1), block.k_norm.expand(kv_heads, -1)))
@@ -180,10 +214,10 @@ class Decoder(nn.Module):
             q, k = torch.split(qk, [heads, kv_heads], dim=1)
             y = attend(index, q, k, v.transpose(1, 2))
             y = y.transpose(1, 2).reshape(rows, length, -1)
-            x = x + functional.linear(y, block.out, block.out_bias)
+            x = x + linear(y, block.out, block.out_bias, block.out_branch)
             y = functional.rms_norm(x, width, block.mlp_norm, eps)
-            gate, up = functional.linear(y, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
-            x = x + functional.linear(functional.silu(gate) * up, block.down, block.down_bias)
+            gate, up = linear(y, block.gate_up, block.gate_up_bias, block.gate_up_branch).chunk(2, dim=-1)
+            x = x + linear(functional.silu(gate) * up, block.down, block.down_bias, block.down_branch)
         return functional.rms_norm(x, width, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -242,6 +276,76 @@ class Decoder(nn.Module):
             spare.discard(name)
         if spare:
             raise ModelError(f"the checkpoint holds {len(spare)} tensors with no place here, such as {min(spare)!r}")
+
+    def adapted(self, lora: LoraConfig, seed: int) -> Decoder:
+        """A model with branches of its own beside the weights of this one, which it shares and which are frozen."""
+        model = copy.deepcopy(self, {id(one): one for one in (*self.parameters(), *self.buffers())})
+        model.requires_grad_(False)
+        generator = torch.Generator().manual_seed(seed)
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            for matrix, parts in projections(self.config).items():
+                if any(one.target in lora.targets for one in parts):
+                    weight: Tensor = getattr(block, matrix)
+                    branch = LowRank(weight.shape[1], parts, lora, weight)
+                    branch.randomize(generator)
+                    setattr(block, f"{matrix}_branch", branch)
+        return model
+
+    def named_branches(self) -> Iterator[tuple[str, LowRank]]:
+        """Every branch with the path of its layer."""
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            for branch in block.branches():
+                yield f"model.layers.{index}", branch
+
+    def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name with what its branch adds; one without a branch as a view."""
+        added: dict[str, Tensor] = {}
+        for layer, branch in self.named_branches():
+            product = branch.product().detach()
+            added |= {f"{layer}.{one.path}.weight": product[one.start : one.stop] for one in branch.targets}
+        for name, weight in self.named_weights():
+            yield name, weight + added[name] if name in added else weight
+
+    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """Both halves of every branch under their names in peft, as views into this module's parameters."""
+        for layer, branch in self.named_branches():
+            for one, a_R_I, b_O_R in branch.halves():
+                yield f"base_model.model.{layer}.{one.path}.lora_A.weight", a_R_I
+                yield f"base_model.model.{layer}.{one.path}.lora_B.weight", b_O_R
+
+    def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy in an adapter's tensors, converting their dtype.
+
+        Raises:
+            ModelError: a tensor is missing, has another shape or no place here, or projections of one matrix don't
+                share their A.
+        """
+        spare = set(tensors)
+        filled: dict[int, str] = {}
+        for name, view in self.named_adapter():
+            tensor = tensors.get(name)
+            if tensor is None:
+                raise ModelError(f"the adapter has no tensor {name!r}; its adapter_config.json describes another one")
+            if tensor.shape != view.shape:
+                raise ModelError(f"tensor {name!r} is {tuple(tensor.shape)}, this model asks for {tuple(view.shape)}")
+            first = filled.setdefault(view.data_ptr(), name)
+            if not torch.equal(tensors[first], tensor):
+                raise ModelError(
+                    f"{first!r} and {name!r} differ; here the projections of one matrix share their A, so merge the "
+                    "adapter into its model with peft and name that"
+                )
+            view.copy_(tensor)
+            spare.discard(name)
+        if spare:
+            raise ModelError(f"the adapter holds {len(spare)} tensors with no place here, such as {min(spare)!r}")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, branch: LowRank | None) -> Tensor:
+    """What a matrix makes of `x`, with what its branch adds."""
+    y = functional.linear(x, weight, bias)
+    return y if branch is None else y + branch(x)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -1,13 +1,14 @@
-"""Policies on disk: read a Hugging Face folder or shipped weights, and write a folder that transformers reads.
+"""Policies on disk: read a Hugging Face folder or shipped weights, and write one that transformers or peft reads.
 
 Safetensors only; no code from a checkpoint ever runs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,32 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from swarm_engine.config import LoraConfig
 from swarm_engine.errors import ModelError
+from swarm_engine.folders import describe
 from swarm_engine.models.decoder import Decoder, DecoderConfig
+from swarm_engine.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 """Copied with the weights where they are there."""
 
 DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
 """Keys of `config.json` that name the numbers' type, which is this engine's to choose."""
+
+
+BASE = "base.json"
+"""Beside an adapter: the model that it is for, with a hash of its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What the branches of a policy are beside."""
+
+    lora: LoraConfig
+    base: str
+    """Name of the model."""
+    base_sha256: str
+    """Of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +55,8 @@ class LoadedPolicy:
     tokenizer_dir: Path
     end_ids: tuple[int, ...]
     """Tokens that end a reply."""
+    adapter: Adapter | None = None
+    """None where its weights are its own."""
 
     @property
     def max_context(self) -> int:
@@ -58,9 +79,24 @@ def load_policy(path: Path | str, dtype: torch.dtype = torch.float32) -> LoadedP
     return LoadedPolicy(model, config_json, folder, _end_ids(folder, config_json))
 
 
-def save_policy(policy: LoadedPolicy, folder: Path) -> None:
-    """Write the weights, config and tokenizer into `folder`, which must exist, as transformers reads them."""
-    tensors = {name: tensor.contiguous() for name, tensor in policy.model.named_weights()}
+def adapt(base: LoadedPolicy, name: str, base_sha256: str, lora: LoraConfig, seed: int) -> LoadedPolicy:
+    """A policy with branches of its own beside the weights of a model called `name`."""
+    return replace(base, model=base.model.adapted(lora, seed), adapter=Adapter(lora, name, base_sha256))
+
+
+def save_policy(policy: LoadedPolicy, folder: Path, *, is_merged: bool = False) -> None:
+    """Write a policy into `folder`, which must exist: as transformers reads it, or an adapter as peft does.
+
+    Args:
+        is_merged: write an adapter's model with what its branches add.
+    """
+    for name in TOKENIZER_FILES:
+        if (policy.tokenizer_dir / name).is_file():
+            shutil.copyfile(policy.tokenizer_dir / name, folder / name)
+    if policy.adapter is not None and not is_merged:
+        _save_adapter(policy, policy.adapter, folder)
+        return
+    tensors = {name: tensor.contiguous() for name, tensor in policy.model.merged_weights()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     # Both keys: transformers 5 writes the first, what reads with an older one looks for the second.
     dtype = str(policy.model.embedding.dtype).removeprefix("torch.")
@@ -68,9 +104,29 @@ def save_policy(policy: LoadedPolicy, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": list(policy.end_ids)}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    for name in TOKENIZER_FILES:
-        if (policy.tokenizer_dir / name).is_file():
-            shutil.copyfile(policy.tokenizer_dir / name, folder / name)
+
+
+def _save_adapter(policy: LoadedPolicy, adapter: Adapter, folder: Path) -> None:
+    # A clone, for projections of one matrix share their A, and safetensors writes no tensor twice.
+    tensors = {name: tensor.clone() for name, tensor in policy.model.named_adapter()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    described = peft_config(adapter.lora, adapter.base)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+    base = {"model": adapter.base, "sha256": adapter.base_sha256}
+    (folder / BASE).write_text(json.dumps(base, indent=2) + "\n")
+
+
+def weights_sha256(path: Path) -> str:
+    """Of a model's weight files, those that `read_tensors` reads.
+
+    Raises:
+        ModelError: one is missing.
+    """
+    try:
+        hashes = [describe(file)["sha256"] for file in weight_files(path)]
+    except FileNotFoundError as error:
+        raise ModelError(f"there is no {error.filename}; weights must be safetensors") from None
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -96,21 +152,38 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         ModelError: a file is missing or broken.
     """
-    if path.is_file():
-        files = [path]
-    elif (path / "model.safetensors.index.json").is_file():
-        names = read_json(path / "model.safetensors.index.json")["weight_map"].values()
-        files = [path / Path(name).name for name in sorted(set(names))]
-    else:
-        files = [path / "model.safetensors"]
     tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            tensors.update(load_file(file))
-        except FileNotFoundError:
-            raise ModelError(f"there is no {file}; weights must be safetensors") from None
-        except SafetensorError as error:
-            raise ModelError(f"{file} is broken: {error}") from error
+    for file in weight_files(path):
+        tensors.update(_read_file(file))
+    return tensors
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter's folder.
+
+    Raises:
+        ModelError: the file is missing or broken.
+    """
+    return _read_file(folder / ADAPTER_WEIGHTS)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold a model's weights."""
+    if path.is_file():
+        return [path]
+    if (path / "model.safetensors.index.json").is_file():
+        names = read_json(path / "model.safetensors.index.json")["weight_map"].values()
+        return [path / Path(name).name for name in sorted(set(names))]
+    return [path / "model.safetensors"]
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(file)
+    except FileNotFoundError:
+        raise ModelError(f"there is no {file}; weights must be safetensors") from None
+    except SafetensorError as error:
+        raise ModelError(f"{file} is broken: {error}") from error
     return tensors
 
 

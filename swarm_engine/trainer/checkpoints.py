@@ -33,7 +33,17 @@ from swarm_engine.folders import (
     whole_folder,
     write_manifest,
 )
-from swarm_engine.models.loading import DTYPE_KEYS, TOKENIZER_FILES, LoadedPolicy, read_json, read_tensors, save_policy
+from swarm_engine.models.loading import (
+    BASE,
+    DTYPE_KEYS,
+    TOKENIZER_FILES,
+    LoadedPolicy,
+    read_adapter,
+    read_json,
+    read_tensors,
+    save_policy,
+)
+from swarm_engine.models.lora import ADAPTER_CONFIG, peft_config
 from swarm_engine.trainer.adamw import AdamW
 
 log = logging.getLogger(__name__)
@@ -134,16 +144,25 @@ def load_checkpoint(checkpoint: Checkpoint, name: str, policy: LoadedPolicy, opt
             f"checkpoint {folder} is of another model than {policy.tokenizer_dir}: {difference}; "
             "put the model back as it was, or use a new run folder"
         )
-    policy.model.load_weights(read_tensors(folder))
+    if policy.adapter is None:
+        policy.model.load_weights(read_tensors(folder))
+    else:
+        policy.model.load_adapter(read_adapter(folder))
     optimizer.load_state(load_file(folder / OPTIMIZER))
 
 
 def _difference(folder: Path, policy: LoadedPolicy) -> str | None:
     """In what a checkpoint's model or tokenizer is not the policy's; None where it is the same."""
-    there, here = read_json(folder / "config.json"), policy.config_json
-    for key in sorted((there.keys() | here.keys()) - DTYPE_KEYS):
-        if there.get(key) != here.get(key):
-            return f"{key} is {there.get(key)!r} in its config.json and {here.get(key)!r} in the model's"
+    if policy.adapter is None:
+        described = [("config.json", policy.config_json)]
+    else:
+        base = {"model": policy.adapter.base, "sha256": policy.adapter.base_sha256}
+        described = [(ADAPTER_CONFIG, peft_config(policy.adapter.lora, policy.adapter.base)), (BASE, base)]
+    for name, here in described:
+        there = read_json(folder / name)
+        for key in sorted((there.keys() | here.keys()) - DTYPE_KEYS):
+            if there.get(key) != here.get(key):
+                return f"{key} is {there.get(key)!r} in its {name} and {here.get(key)!r} in the model's"
     for name in TOKENIZER_FILES:
         then, now = (path / name for path in (folder, policy.tokenizer_dir))
         if then.is_file() != now.is_file() or (then.is_file() and describe(then) != describe(now)):

@@ -85,7 +85,7 @@ class Trainer:
             {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
             AdamWConfig(config.learning_rate, config.beta1, config.beta2, config.weight_decay),
         )
-        self.reference = copy.deepcopy(model).requires_grad_(False) if config.kl_weight > 0 else None
+        self.reference = frozen_copy(model) if config.kl_weight > 0 else None
         """The start weights, so a trainer is made before a checkpoint is loaded into its model."""
 
     def update(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:
@@ -275,6 +275,12 @@ class Trainer:
             "nonfinite_gradient": float(not is_finite),
             "nonfinite_loss": float(not math.isfinite(sums.loss)),
         }
+
+
+def frozen_copy(model: Decoder) -> Decoder:
+    """A model with these weights for good; it shares those that are frozen here too."""
+    shared = {id(one): one for one in model.parameters() if not one.requires_grad}
+    return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 def plan_steps(samples: Sequence[Sample], epochs: int, minibatches: int, seed: int) -> Iterator[list[int]]:

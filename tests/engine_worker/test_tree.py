@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import adapted
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_mask
@@ -139,10 +140,17 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("max_places", [None, 3, 40])
 @pytest.mark.parametrize("max_logits", [1 << 24, 900 * 3])
+@pytest.mark.parametrize("targets", [None, (), ("down_proj",)], ids=["no adapter", "adapter", "adapter of one matrix"])
 def test_scores_and_gradients_of_a_tree_are_those_of_each_row_alone(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, max_places: int | None, max_logits: int
+    tiny_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_places: int | None,
+    max_logits: int,
+    targets: tuple[str, ...] | None,
 ) -> None:
     model = load_policy(tiny_dir, torch.float64).model
+    if targets is not None:
+        model = adapted(model, *targets)
     for seed in range(2):
         rows = random_rows(seed)
         alone = [score(model, [row], entropy_has_gradient=True) for row in rows]

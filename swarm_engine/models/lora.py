@@ -1,0 +1,143 @@
+"""Low-rank branches beside frozen matrices (Hu et al. 2021, arXiv:2106.09685), and how peft names and stores them.
+
+The decoder's fused matrices have one branch each: the projections that make up the matrix share its A, and each has
+rows of its B. So what is trained is exactly what peft loads, as adapters of q_proj, k_proj and v_proj with equal A.
+
+Axes: R rank, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarm_engine.config import LoraConfig
+from swarm_engine.errors import ModelError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A matrix of the published layout, and its place in the fused one."""
+
+    target: str
+    """As peft calls it."""
+    path: str
+    """Inside its layer."""
+    start: int
+    stop: int
+    """Rows of the fused matrix."""
+
+
+class LowRank(nn.Module):
+    """What is added to a matrix: B A alpha / rank, where B has rows for the targets alone."""
+
+    rows_O: Tensor | None
+
+    def __init__(self, num_inputs: int, projections: Sequence[Projection], config: LoraConfig, like: Tensor) -> None:
+        """Begin without an effect, as B is zero; A is uninitialised.
+
+        Args:
+            projections: all of the fused matrix, in order.
+            like: a weight of the model, for the numbers' type.
+        """
+        super().__init__()
+        self.num_outputs = projections[-1].stop
+        self.scale = config.alpha / config.rank
+        self.targets = tuple(one for one in projections if one.target in config.targets)
+        rows = [row for one in self.targets for row in range(one.start, one.stop)]
+        self.a_R_I = nn.Parameter(like.new_empty(config.rank, num_inputs))
+        self.b_O_R = nn.Parameter(like.new_zeros(len(rows), config.rank))
+        self.register_buffer("rows_O", None if len(rows) == self.num_outputs else torch.tensor(rows), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The branch's share of the matrix's product with `x`, which has shape (..., I)."""
+        return functional.linear(functional.linear(x, self.a_R_I), self._all_rows()) * self.scale
+
+    def product(self) -> Tensor:
+        """What the branch adds to the fused matrix."""
+        return self._all_rows() @ self.a_R_I * self.scale
+
+    def randomize(self, generator: torch.Generator) -> None:
+        """Draw A as peft does: evenly within one over the root of the inputs."""
+        bound = 1 / math.sqrt(self.a_R_I.shape[1])
+        drawn = torch.rand(self.a_R_I.shape, generator=generator, dtype=torch.float32)
+        self.a_R_I.data.copy_((2 * drawn - 1) * bound)
+
+    def halves(self) -> list[tuple[Projection, Tensor, Tensor]]:
+        """A and B of each target, as views."""
+        b_O_R, found, start = self.b_O_R.data, [], 0
+        for one in self.targets:
+            stop = start + one.stop - one.start
+            found.append((one, self.a_R_I.data, b_O_R[start:stop]))
+            start = stop
+        return found
+
+    def _all_rows(self) -> Tensor:
+        if self.rows_O is None:
+            return self.b_O_R
+        empty = self.b_O_R.new_zeros(self.num_outputs, self.b_O_R.shape[1])
+        return empty.index_copy(0, self.rows_O, self.b_O_R)
+
+
+def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
+    """`adapter_config.json` of an adapter on the model `base`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+IGNORED_WHERE_UNSET = (
+    "use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
+    "layers_pattern", "fan_in_fan_out", "lora_bias", "megatron_config", "exclude_modules", "trainable_token_indices",
+    "target_parameters",
+)  # fmt: skip
+"""Keys of `adapter_config.json` that make an adapter another function than this engine computes."""
+
+
+def read_peft_config(found: Mapping[str, Any], where: str) -> tuple[LoraConfig, str]:
+    """The branches that an `adapter_config.json` describes, and the name of the model they are for.
+
+    Raises:
+        ModelError: it is of a kind that is not computed here.
+    """
+    strange = {name: found[name] for name in IGNORED_WHERE_UNSET if found.get(name)}
+    if found.get("peft_type") != "LORA":
+        strange["peft_type"] = found.get("peft_type")
+    if found.get("bias", "none") != "none":
+        strange["bias"] = found["bias"]
+    if found.get("lora_dropout"):
+        strange["lora_dropout"] = found["lora_dropout"]
+    if strange:
+        name, value = next(iter(strange.items()))
+        raise ModelError(
+            f"{where} has {name} {value!r}; this engine takes plain LoRA without dropout, for sampler and trainer must "
+            "compute the same function; merge the adapter into its model with peft and name that"
+        )
+    try:
+        targets = found["target_modules"]
+        known = [name for name in LoraConfig().targets if name in targets]
+        if isinstance(targets, str) or len(known) != len(targets):
+            raise ModelError(f"{where} has target_modules {targets!r}; known are {', '.join(LoraConfig().targets)}")
+        lora = LoraConfig(rank=found["r"], alpha=found["lora_alpha"], targets=tuple(known))
+        return lora, str(found["base_model_name_or_path"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise ModelError(f"{where} can't be read: {error}") from error
