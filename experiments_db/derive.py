@@ -98,6 +98,8 @@ class Ended:
     num_prompt_tokens: int | None = None
     num_sampled_tokens: int | None = None
     seconds: float | None = None
+    frozen_agents: list[str] = Field(default_factory=list)
+    """Opponents and judges: their rewards are kept and count in no score."""
 
 
 @checked(frozen=True)
@@ -382,7 +384,7 @@ def _end(book: Book, ended: Ended, at: datetime) -> None:
     episode.num_sampled_tokens = ended.num_sampled_tokens
     episode.seconds = ended.seconds
     if ended.mode == "eval":
-        score = score_of(ended.rewards)
+        score = score_of({agent: one for agent, one in ended.rewards.items() if agent not in ended.frozen_agents})
         _count(book, episode, at, score, fault_of(ended.outcome, score))
 
 

@@ -215,13 +215,20 @@ def export(
     policy: Annotated[str, typer.Option(help="Policy to write.")] = "policy",
     step: Annotated[int | None, typer.Option(min=0, help="Write the checkpoint of this step.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Write the best checkpoint.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="Write a LoRA policy as one model, not as adapter.")] = False,
     run_dir: RunDir = None,
     url: Url = None,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Write a policy in the Hugging Face layout: as it is now, or one of its checkpoints."""
-    path = ask(lambda client: client.export(policy, name, step=step, best=best), run_dir, url, token_file, as_json)
+    """Write a policy in the Hugging Face layout, or its adapter in peft's: as it is now, or one of its checkpoints."""
+    path = ask(
+        lambda client: client.export(policy, name, step=step, best=best, merged=merged),
+        run_dir,
+        url,
+        token_file,
+        as_json,
+    )
     print(json.dumps({"event": "result", "path": path}) if as_json else path)
 
 

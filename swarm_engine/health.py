@@ -1,8 +1,8 @@
 """What a history of step metrics says is going wrong: each warning with its value, its limit and a way out.
 
-Pure: it reads the metrics of `Trainer.update`, oldest first, and knows neither the run nor its config. Single bad steps
-happen in healthy runs, so all but numbers that are not finite are judged over the last `WINDOW` updates, and changes
-against the same number of updates at the start.
+Pure: it reads the metrics of updates, oldest first and each policy by itself, and knows neither the run nor its config.
+Single bad steps happen in healthy runs, so all but numbers that are not finite are judged over the last `WINDOW`
+updates, and changes against the same number of updates at the start.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from swarm_engine.metrics import by_policy
 
 Metrics = Mapping[str, float | None]
 
@@ -58,10 +60,23 @@ class HealthWarning:
     limit: float
     message: str
     """What was found, the limit, and the way out."""
+    policy: str = ""
+    """Empty where the update named none."""
 
 
 def warnings_of(history: Sequence[Metrics], limits: Limits = Limits()) -> list[HealthWarning]:
-    """Everything that is wrong at the end of a history, the gravest first."""
+    """Everything that is wrong at the end of a history, policy by policy, the gravest first."""
+    if not history:
+        return []
+    apart = [by_policy(metrics) for metrics in history]
+    return [
+        replace(warning, policy=policy, message=f"policy {policy!r}: {warning.message}" if policy else warning.message)
+        for policy in apart[-1]
+        for warning in _warnings_of_one([metrics.get(policy, {}) for metrics in apart], limits)
+    ]
+
+
+def _warnings_of_one(history: Sequence[Metrics], limits: Limits) -> list[HealthWarning]:
     checks: Sequence[Callable[[Sequence[Metrics], Limits], HealthWarning | None]] = (
         not_finite,
         entropy_collapse,

@@ -11,7 +11,7 @@ from swarm_engine.models import resolve
 from swarm_engine.models.loading import LoadedPolicy, adapt, load_policy, weights_sha256
 from swarm_engine.protocol import PolicyReady, Updated
 from swarm_engine.sampler import Reply, Sampler
-from swarm_engine.sampler.agreement import check_agreement
+from swarm_engine.sampler.agreement import Probe, check_agreement
 from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.seeding import derive_seed
@@ -54,6 +54,7 @@ class HostedPolicy:
     trainer: Trainer | None
     """None where it is frozen."""
     sampler: Sampler
+    probe: Probe
 
     @staticmethod
     def serve(name: str, policy: LoadedPolicy, trainer: Trainer | None, config: EngineConfig) -> HostedPolicy:
@@ -72,7 +73,7 @@ class HostedPolicy:
             grammars=Grammars(policy.tokenizer_dir, policy.model.config.vocab_size, policy.end_ids),
         )
         check_agreement(policy, config.lockstep)
-        return HostedPolicy(name, policy, trainer, sampler)
+        return HostedPolicy(name, policy, trainer, sampler, Probe(name, policy, sampler, config.sampler.backend))
 
     @property
     def version(self) -> int:
@@ -97,5 +98,16 @@ class HostedPolicy:
         return self.trainer.update(record, parts)
 
     def weights_changed(self) -> list[Reply]:
-        """What runs in the sampler goes on under the weights as they are now."""
-        return self.sampler.weights_changed(self.version)
+        """What runs in the sampler goes on under the weights as they are now; whether it does is then asked."""
+        self.probe.end()
+        replies = self.sampler.weights_changed(self.version)
+        self.probe.begin(self.version)
+        return replies
+
+    def sample(self) -> list[Reply]:
+        """The next token of everything that runs.
+
+        Raises:
+            WorkerError: after an update, the sampler has other weights than the trainer.
+        """
+        return self.probe.take(self.sampler.step())

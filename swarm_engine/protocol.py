@@ -162,10 +162,12 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Write the policy as a Hugging Face folder. Answered by `Saved`."""
+    """Write the policy as a Hugging Face folder, or its adapter as peft does. Answered by `Saved`."""
 
     policy: str
     path: str
+    is_merged: bool = False
+    """Write an adapter's model with what the adapter adds."""
     type: Literal["export"] = "export"
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_engine.client.errors import SwarmUnavailableError
 from swarm_engine.client.wire import Checkpoint, Event, Status
+from swarm_engine.metrics import by_policy
 from swarm_engine.types import EngineState, Untrained
 
 if TYPE_CHECKING:
@@ -128,12 +129,14 @@ def print_lines(client: SwarmClient, after: int) -> None:
                 how = "not saved: " + event.payload["error"] if event.payload["error"] else "saved"
                 print(f"checkpoint of step {event.payload['step']}: {how}", flush=True)
             case "step":
-                metrics = event.payload["metrics"]
-                values = ((name, metrics.get(name)) for name in METRICS)
-                said = [f"{name} {value:.4g}" for name, value in values if value is not None]
-                if why := why_nothing_trained(metrics, event.payload["drops"]):
-                    said.append(why)
-                print(", ".join([f"step {event.payload['step']}: {event.payload['seconds']:.2f} s", *said]), flush=True)
+                head = f"step {event.payload['step']}: {event.payload['seconds']:.2f} s"
+                drops = by_policy(event.payload["drops"])
+                for policy, metrics in by_policy(event.payload["metrics"]).items():
+                    values = ((name, metrics.get(name)) for name in METRICS)
+                    said = [f"{name} {value:.4g}" for name, value in values if value is not None]
+                    if why := why_nothing_trained(metrics, drops.get(policy, {})):
+                        said.append(why)
+                    print(", ".join([f"{head}, {policy}" if policy else head, *said]), flush=True)
                 for message in event.payload.get("warnings", ()):
                     print(f"  warning: {message}", flush=True)
 
@@ -167,23 +170,28 @@ def watch_table(client: SwarmClient) -> None:
 
 
 def step_table(steps: Sequence[Event]) -> RenderableType:
-    """The last updates, one a row of at most 80 columns; below them which trained nothing, and what goes wrong."""
+    """The last updates, a row for each policy that is trained; below them which trained nothing, and what goes wrong.
+
+    Of at most 80 columns where there is one policy.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 0, 0, 1))
-    for name in ("step", "seconds", *METRICS):
+    has_names = any("" not in by_policy(event.payload["metrics"]) for event in steps)
+    for name in ("step", "seconds", *(["policy"] if has_names else []), *METRICS):
         # Folded where the terminal is narrow: a number without its exponent would be another number.
         table.add_column(name.replace("_", "\n"), overflow="fold", justify="right")
     notes = []
     for event in steps:
-        step, metrics = event.payload["step"], event.payload["metrics"]
-        numbers = [metrics.get(name) for name in METRICS]
-        cells = ["" if number is None else f"{number:.3g}" for number in numbers]
-        table.add_row(str(step), f"{event.payload['seconds']:.2f}", *cells)
-        if why := why_nothing_trained(metrics, event.payload["drops"]):
-            notes.append(Text(f"step {step}: {why}"))
+        step, drops = event.payload["step"], by_policy(event.payload["drops"])
+        for policy, metrics in by_policy(event.payload["metrics"]).items():
+            numbers = [metrics.get(name) for name in METRICS]
+            cells = ["" if number is None else f"{number:.3g}" for number in numbers]
+            table.add_row(str(step), f"{event.payload['seconds']:.2f}", *([policy] if has_names else []), *cells)
+            if why := why_nothing_trained(metrics, drops.get(policy, {})):
+                notes.append(Text(f"step {step}{', ' + policy if policy else ''}: {why}"))
     if steps:
         notes += [Text(f"warning: {message}") for message in steps[-1].payload.get("warnings", ())]
     return Group(table, *notes)

@@ -138,7 +138,7 @@ class Engine:
     def sample(self) -> list[Answer]:
         """The next token of everything that runs."""
         busy = [policy for policy in self.policies.values() if not policy.sampler.is_idle]
-        return [answer for policy in busy for answer in policy.sampler.step()]
+        return [answer for policy in busy for answer in policy.sample()]
 
     def update(self, update: Update) -> list[Answer]:
         """Train on a batch; what runs in the samplers goes on under the new weights."""
@@ -184,9 +184,12 @@ class Engine:
             return Saved(self.step, None, f"there is no policy {export.policy!r} here; this worker serves {there}")
         if target.exists():
             return Saved(self.step, None, f"{target} is there already; name another folder")
+        policy = self.policies[export.policy].policy
+        if export.is_merged and policy.adapter is None:
+            return Saved(self.step, None, f"policy {export.policy!r} has no adapter to merge; export it without merged")
         try:
             with whole_folder(target) as folder:
-                save_policy(self.policies[export.policy].policy, folder)
+                save_policy(policy, folder, is_merged=export.is_merged)
         except (OSError, SafetensorError) as error:
             return Saved(self.step, None, f"policy {export.policy!r} could not be written to {target}: {error}")
         return Saved(self.step, str(target))

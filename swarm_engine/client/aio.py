@@ -253,14 +253,18 @@ class AsyncSwarmClient:
         """The checkpoints on the server's disk, oldest first."""
         return wire.read_checkpoints(await self._control("GET", "/checkpoints"))
 
-    async def export(self, policy: str, name: str, *, step: int | None = None, best: bool = False) -> str:
-        """Write a policy in the Hugging Face layout; returns its folder on the server.
+    async def export(
+        self, policy: str, name: str, *, step: int | None = None, best: bool = False, merged: bool = False
+    ) -> str:
+        """Write a policy in the Hugging Face layout, or its adapter in peft's; returns its folder on the server.
 
         Args:
             step: of the checkpoint to write; None writes the weights as they are.
             best: write the best checkpoint.
+            merged: write an adapter's model with what the adapter adds.
         """
-        return str((await self._control("POST", "/export", wire.export_body(policy, name, step, best)))["path"])
+        body = wire.export_body(policy, name, step, best, merged)
+        return str((await self._control("POST", "/export", body))["path"])
 
     async def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
         """An episode's contexts, token by token."""

@@ -192,14 +192,18 @@ class SwarmClient:
         """The checkpoints on the server's disk, oldest first."""
         return wire.read_checkpoints(self._control("GET", "/checkpoints"))
 
-    def export(self, policy: str, name: str, *, step: int | None = None, best: bool = False) -> str:
-        """Write a policy in the Hugging Face layout; returns its folder on the server.
+    def export(
+        self, policy: str, name: str, *, step: int | None = None, best: bool = False, merged: bool = False
+    ) -> str:
+        """Write a policy in the Hugging Face layout, or its adapter in peft's; returns its folder on the server.
 
         Args:
             step: of the checkpoint to write; None writes the weights as they are.
             best: write the best checkpoint.
+            merged: write an adapter's model with what the adapter adds.
         """
-        return str(self._control("POST", "/export", wire.export_body(policy, name, step, best))["path"])
+        body = wire.export_body(policy, name, step, best, merged)
+        return str(self._control("POST", "/export", body)["path"])
 
     def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
         """An episode's contexts, token by token."""

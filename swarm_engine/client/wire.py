@@ -359,9 +359,9 @@ def read_checkpoints(answer: Mapping[str, Any]) -> list[Checkpoint]:
     ]
 
 
-def export_body(policy: str, name: str, step: int | None, best: bool) -> dict[str, Any]:
+def export_body(policy: str, name: str, step: int | None, best: bool, merged: bool) -> dict[str, Any]:
     """Body of an export."""
-    return {"policy": policy, "name": name, "step": step, "best": best}
+    return {"policy": policy, "name": name, "step": step, "best": best, "merged": merged}
 
 
 def read_answer(status: int, content: bytes) -> Any:

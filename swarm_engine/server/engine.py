@@ -515,7 +515,7 @@ class Engine:
             if folder.exists():
                 raise ConflictError(f"{folder} is there already", "name another folder", code="export_exists")
             if request.step is None and not request.best:
-                return _written(await self.loaded.link.export(Export(policy, str(folder))))
+                return _written(await self.loaded.link.export(Export(policy, str(folder), request.merged)))
             checkpoint = await asyncio.to_thread(self._export_checkpoint, request, folder)
         return Saved(checkpoint.step, str(folder))
 

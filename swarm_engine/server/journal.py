@@ -477,7 +477,10 @@ class Journal:
         return dict(self._read(sql))
 
     def rewards_by_version(self, by: BestBy) -> dict[int, float]:
-        """Mean reward, over episodes and agents, that each version of the weights earned; for a thread."""
+        """Mean reward, over episodes and agents, that each version of the weights earned; for a thread.
+
+        Agents that spoke through frozen policies are left out.
+        """
         match by:
             case BestBy.REWARD:  # an update's batch was sampled by the weights before it
                 sql = (
@@ -489,7 +492,9 @@ class Journal:
                     "SELECT json_extract(payload, '$.policy_version') AS version, avg(rewards.value)"
                     " FROM events, json_each(payload, '$.rewards') AS rewards"
                     " WHERE kind = 'episode' AND json_extract(payload, '$.mode') = 'eval'"
-                    " AND json_extract(payload, '$.outcome') <> 'env_error' GROUP BY version"
+                    " AND json_extract(payload, '$.outcome') <> 'env_error' AND NOT EXISTS"
+                    " (SELECT 1 FROM json_each(payload, '$.frozen_agents') AS frozen WHERE frozen.value = rewards.key)"
+                    " GROUP BY version"
                 )
             case _:
                 assert_never(by)

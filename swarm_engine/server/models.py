@@ -104,9 +104,16 @@ class ExportRequest(Body):
     """Of the checkpoint to write."""
     best: bool = False
     """Write the best checkpoint."""
+    merged: bool = False
+    """Write an adapter's model with what the adapter adds, instead of the adapter."""
 
     @model_validator(mode="after")
     def _one_choice(self) -> Self:
         if self.best and self.step is not None:
             raise ValueError("step and best name two checkpoints; give one of them")
+        if self.merged and (self.best or self.step is not None):
+            raise ValueError(
+                "merged weights are computed of those in memory, not of a checkpoint; export the checkpoint's adapter "
+                "and merge it with peft, or leave step and best out"
+            )
         return self

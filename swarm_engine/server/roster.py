@@ -661,6 +661,7 @@ def _row(episode: LiveEpisode, recorded: EpisodeRecord, request: str, is_pooled:
 
 def _ended_event(episode: LiveEpisode, recorded: EpisodeRecord) -> EventWrite:
     ended = recorded.episode
+    frozen = _frozen_agents(episode, ended)
     return EventWrite.of(
         "episode",
         episode_id=ended.episode_id,
@@ -677,4 +678,14 @@ def _ended_event(episode: LiveEpisode, recorded: EpisodeRecord) -> EventWrite:
         num_prompt_tokens=sum(len(call.prompt_ids) for call in ended.calls),
         num_sampled_tokens=sum(len(call.completion_ids) for call in ended.calls),
         seconds=round(time.monotonic() - episode.started_at, 6),
+        **({"frozen_agents": frozen} if frozen else {}),
     )
+
+
+def _frozen_agents(episode: LiveEpisode, ended: Episode) -> list[str]:
+    """Agents that spoke through frozen policies alone, where others are trained: their rewards say nothing of these."""
+    trained = {name for name, policy in episode.policies.items() if policy.ready.trainable}
+    if not trained:
+        return []
+    speaks_trained = {call.agent for call in ended.calls if call.policy in trained}
+    return [agent for agent in dict.fromkeys(call.agent for call in ended.calls) if agent not in speaks_trained]
