@@ -89,15 +89,17 @@ class Episode:
         messages: wire.Messages,
         *,
         agent: str | None = None,
+        policy: str | None = None,
         temperature: float = 1.0,
         max_tokens: int | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
         script: str | Sequence[int] | None = None,
     ) -> wire.ChatReply:
-        """Ask the policy.
+        """Ask a policy.
 
         Args:
+            policy: that answers; None where the episode has one.
             seed: repeats the reply within this episode; the members of a group still differ.
             script: a reply for the scripted backend to play, as text or token ids.
 
@@ -108,7 +110,7 @@ class Episode:
             SwarmUnavailableError: nobody answers.
         """
         url = wire.chat_url(self._lease.base_url, agent)
-        body = wire.chat_body(messages, temperature, max_tokens, seed, stop, script)
+        body = wire.chat_body(messages, policy, temperature, max_tokens, seed, stop, script)
         answer = wire.read_chat(await self._client._request("POST", url, body, self._auth))
         self._last_sign = asyncio.get_running_loop().time()
         return answer
@@ -298,12 +300,14 @@ class AsyncSwarmClient:
         group_id: str | None = None,
         tags: Mapping[str, str] | None = None,
         script: wire.Script | None = None,
+        policies: Sequence[str] = (),
         wait_s: float | None = 20.0,
     ) -> Episode:
         """Claim an episode; `episode` does so for a `with` block.
 
         Args:
             script: for the scripted backend, the replies to play in order of the episode's calls.
+            policies: that may answer; empty takes all that are served.
             wait_s: seconds to wait for one; None waits for ever.
 
         Raises:
@@ -314,7 +318,8 @@ class AsyncSwarmClient:
         deadline = None if wait_s is None else clock() + wait_s
         while True:
             left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - clock())
-            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, script, min(left, wire.MAX_POLL_S))
+            poll_s = min(left, wire.MAX_POLL_S)
+            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, script, policies, poll_s)
             lease = await self._ask_for_lease(task_id, body)
             if isinstance(lease, wire.Lease):
                 episode = Episode(self, lease)
@@ -351,10 +356,13 @@ class AsyncSwarmClient:
         group_id: str | None = None,
         tags: Mapping[str, str] | None = None,
         script: wire.Script | None = None,
+        policies: Sequence[str] = (),
         wait_s: float | None = 20.0,
     ) -> AsyncIterator[Episode]:
         """An episode for a `with` block, which must end it; see `claim`."""
-        claimed = await self.claim(task_id, mode=mode, group_id=group_id, tags=tags, script=script, wait_s=wait_s)
+        claimed = await self.claim(
+            task_id, mode=mode, group_id=group_id, tags=tags, script=script, policies=policies, wait_s=wait_s
+        )
         async with claimed as episode:
             yield episode
 

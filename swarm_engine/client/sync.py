@@ -54,15 +54,16 @@ class SyncEpisode:
         messages: wire.Messages,
         *,
         agent: str | None = None,
+        policy: str | None = None,
         temperature: float = 1.0,
         max_tokens: int | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
         script: str | Sequence[int] | None = None,
     ) -> wire.ChatReply:
-        """Ask the policy; errors as in the async client."""
+        """Ask a policy; errors as in the async client."""
         url = wire.chat_url(self.base_url, agent)
-        body = wire.chat_body(messages, temperature, max_tokens, seed, stop, script)
+        body = wire.chat_body(messages, policy, temperature, max_tokens, seed, stop, script)
         answer = wire.read_chat(self._client._request("POST", url, body, self._auth))
         self._last_sign = time.monotonic()
         return answer
@@ -236,12 +237,14 @@ class SwarmClient:
         group_id: str | None = None,
         tags: Mapping[str, str] | None = None,
         script: wire.Script | None = None,
+        policies: Sequence[str] = (),
         wait_s: float | None = 20.0,
     ) -> SyncEpisode:
         """Claim an episode, to be used in a `with` block that ends it.
 
         Args:
             script: for the scripted backend, the replies to play in order of the episode's calls.
+            policies: that may answer; empty takes all that are served.
             wait_s: seconds to wait for one; None waits for ever.
 
         Raises:
@@ -251,7 +254,8 @@ class SwarmClient:
         deadline = None if wait_s is None else time.monotonic() + wait_s
         while True:
             left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
-            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, script, min(left, wire.MAX_POLL_S))
+            poll_s = min(left, wire.MAX_POLL_S)
+            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, script, policies, poll_s)
             lease = wire.read_claim(task_id, self._control("POST", "/episodes", body))
             if isinstance(lease, wire.Lease):
                 episode = SyncEpisode(self, lease)

@@ -200,6 +200,7 @@ def claim_body(
     group_id: str | None,
     tags: Mapping[str, str] | None,
     script: Script | None,
+    policies: Sequence[str],
     wait_s: float,
 ) -> dict[str, Any]:
     """Body of a claim."""
@@ -210,6 +211,8 @@ def claim_body(
         body["tags"] = dict(tags)
     if script is not None:
         body["script"] = [reply if isinstance(reply, str) else list(reply) for reply in script]
+    if policies:
+        body["policies"] = list(policies)
     return body
 
 
@@ -242,6 +245,7 @@ def chat_url(base_url: str, agent: str | None) -> str:
 
 def chat_body(
     messages: Messages,
+    policy: str | None,
     temperature: float,
     max_tokens: int | None,
     seed: int | None,
@@ -250,6 +254,8 @@ def chat_body(
 ) -> dict[str, Any]:
     """Body of a chat completion."""
     body: dict[str, Any] = {"messages": list(messages), "temperature": temperature}
+    if policy is not None:
+        body["model"] = policy
     if max_tokens is not None:
         body["max_completion_tokens"] = max_tokens
     if seed is not None:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -1266,10 +1267,10 @@ def test_a_model_of_channels_can_not_be_told_not_to_reason(played: Served, route
     assert played.front is not None
     with episode(played) as claimed:
         live = played.front.engine.roster.find(claimed.episode_id)
-        loaded: Any = SimpleNamespace(codec=CODECS["harmony"])
+        live.policies = {"policy": replace(live.policies["policy"], codec=CODECS["harmony"])}
         request = DIALECTS[route].parse({**BODIES[route], **change}, live)
         with pytest.raises(UnsupportedError, match="forbids the model to reason"):
-            live.draft(loaded, "main", request.call)
+            live.draft("policy", "main", request.call)
 
 
 @pytest.mark.parametrize(
