@@ -22,7 +22,7 @@ AGREEMENT_MEAN = 1e-4
 """Nats that sampler and trainer may differ by about a token, at most and on average, in float32."""
 
 PROBE_ID = "probe of version "
-PROBE_PROMPT, PROBE_REPLY = 16, 4
+PROBE_PROMPT, PROBE_REPLY = 8, 2
 """Tokens of the request that follows an update."""
 
 
