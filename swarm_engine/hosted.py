@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_engine.config import EngineConfig
+from swarm_engine.config import EngineConfig, LoraConfig, PolicyConfig
+from swarm_engine.errors import ModelError
 from swarm_engine.models import resolve
-from swarm_engine.models.loading import LoadedPolicy, adapt, load_policy, weights_sha256
+from swarm_engine.models.loading import LoadedPolicy, adapt, load_adapter, load_policy, read_json, weights_sha256
+from swarm_engine.models.lora import ADAPTER_CONFIG, read_peft_config
 from swarm_engine.protocol import PolicyReady, Updated
 from swarm_engine.sampler import Reply, Sampler
 from swarm_engine.sampler.agreement import Probe, check_agreement
@@ -20,28 +22,60 @@ from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord, Episode
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a policy begins with."""
+
+    model: str
+    """Name of the model whose weights it has, or has branches beside."""
+    path: Path
+    """Of those weights."""
+    lora: LoraConfig | None
+    adapter: Path | None
+    """The folder that its branches come from; None where they begin without an effect."""
+
+    @staticmethod
+    def of(policy: PolicyConfig, model_root: str) -> Start:
+        """Find the model that a config names, or the adapter and the model that it is for.
+
+        Raises:
+            ModelError: there is none, or the adapter is not what the config asks for.
+        """
+        path = resolve(policy.model, model_root)
+        if not (path / ADAPTER_CONFIG).is_file():
+            return Start(policy.model, path, policy.lora, None)
+        lora, base = read_peft_config(read_json(path / ADAPTER_CONFIG), f"{path / ADAPTER_CONFIG}")
+        if policy.lora not in (None, lora):
+            raise ModelError(f"model {policy.model!r} is an adapter of another form than lora says; leave lora out")
+        return Start(base, resolve(base, model_root), lora, path)
+
+
 def load_policies(config: EngineConfig, model_root: str) -> dict[str, LoadedPolicy]:
     """The start weights of every policy, by name. What is frozen is in memory once, whoever serves it.
 
     Raises:
-        ModelError: a model can't be found or run.
+        ModelError: a model or an adapter can't be found or run.
     """
     frozen: dict[Path, LoadedPolicy] = {}
     hashes: dict[Path, str] = {}
     loaded = {}
     for name, policy in config.policies.items():
-        path = resolve(policy.model, model_root)
-        if policy.trainable and policy.lora is None:
-            loaded[name] = load_policy(path)
+        start = Start.of(policy, model_root)
+        if policy.trainable and start.lora is None:
+            loaded[name] = load_policy(start.path)
             continue
-        if path not in frozen:
-            frozen[path] = load_policy(path)
-            frozen[path].model.requires_grad_(False)
-        loaded[name] = frozen[path]
-        if policy.lora is not None:
-            hashes[path] = hashes.get(path) or weights_sha256(path)
+        if start.path not in frozen:
+            frozen[start.path] = load_policy(start.path)
+            frozen[start.path].model.requires_grad_(False)
+        loaded[name] = frozen[start.path]
+        if start.lora is not None:
+            hashes[start.path] = hashes.get(start.path) or weights_sha256(start.path)
             seed = derive_seed(config.seed, "lora", name)
-            loaded[name] = adapt(frozen[path], policy.model, hashes[path], policy.lora, seed)
+            loaded[name] = adapt(loaded[name], start.model, hashes[start.path], start.lora, seed)
+            if start.adapter is not None:
+                load_adapter(loaded[name], start.adapter)
+            if not policy.trainable:
+                loaded[name].model.requires_grad_(False)
     return loaded
 
 

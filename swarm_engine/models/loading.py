@@ -158,13 +158,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def read_adapter(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter's folder.
+def load_adapter(policy: LoadedPolicy, folder: Path) -> None:
+    """Put the branches that a folder holds into a policy.
 
     Raises:
-        ModelError: the file is missing or broken.
+        ModelError: a file is missing or broken, they don't fit, or they were trained beside other weights.
     """
-    return _read_file(folder / ADAPTER_WEIGHTS)
+    assert policy.adapter is not None
+    if (folder / BASE).is_file():
+        there = read_json(folder / BASE).get("sha256")
+        if there != policy.adapter.base_sha256:
+            raise ModelError(
+                f"the adapter in {folder} was trained beside other weights than model {policy.adapter.base!r} has now; "
+                "put the model back as it was"
+            )
+    policy.model.load_adapter(_read_file(folder / ADAPTER_WEIGHTS))
 
 
 def weight_files(path: Path) -> list[Path]:

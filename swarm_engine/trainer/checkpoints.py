@@ -38,7 +38,7 @@ from swarm_engine.models.loading import (
     DTYPE_KEYS,
     TOKENIZER_FILES,
     LoadedPolicy,
-    read_adapter,
+    load_adapter,
     read_json,
     read_tensors,
     save_policy,
@@ -147,7 +147,7 @@ def load_checkpoint(checkpoint: Checkpoint, name: str, policy: LoadedPolicy, opt
     if policy.adapter is None:
         policy.model.load_weights(read_tensors(folder))
     else:
-        policy.model.load_adapter(read_adapter(folder))
+        load_adapter(policy, folder)
     optimizer.load_state(load_file(folder / OPTIMIZER))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from swarm_engine.config import EngineConfig, PolicyConfig
+from swarm_engine.config import EngineConfig, LoraConfig, PolicyConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 ROW = re.compile(r"^\| `([a-zA-Z0-9_.]+)` \| `([^`]+)` \| \S.* \|$", re.MULTILINE)
@@ -22,6 +22,7 @@ def defaults(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
         value = getattr(config, name)
         if name == "policies":
             yield from defaults(PolicyConfig(), f"{prefix}policies.NAME.")
+            yield from defaults(LoraConfig(), f"{prefix}policies.NAME.lora.")
         elif isinstance(value, BaseModel):
             yield from defaults(value, f"{prefix}{name}.")
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,6 +262,19 @@ def test_an_update_trains_each_policy_and_says_so_of_each(tmp_path: Path, merge:
             console.print(step_table(steps))
         rows = shown.get().splitlines()
         assert [("tiny" in row, "twin" in row) for row in rows[-4:]] == [(True, False), (False, True)] * 2
+
+
+def test_the_example_of_two_policies_trains_one_of_them_in_at_most_sixty_lines(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "two_policies.py"
+    assert len(example.read_text().splitlines()) <= 60
+    run_dir = tmp_path / "run"
+    with serve_thread(run_dir, worker=WORKER_COMMAND):
+        command = [sys.executable, str(example), str(run_dir), "2"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert shown.returncode == 0, shown.stderr
+    *steps, adapter = shown.stdout.splitlines()
+    assert [line.split()[0] for line in steps] == ["1", "2"]
+    assert json.loads((Path(adapter) / "adapter_config.json").read_text())["r"] == 8
 
 
 def _steps(client: SwarmClient) -> list[Any]:

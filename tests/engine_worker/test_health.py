@@ -31,6 +31,22 @@ def series(num: int = 30, last: int = 5, **changes: float | None) -> list[dict[s
     return [HEALTHY | {"reward_mean": 0.02 * step} | (changes if step >= num - last else {}) for step in range(num)]
 
 
+def test_each_policy_is_judged_by_its_own_metrics() -> None:
+    def together(ill: list[dict[str, float | None]], well: list[dict[str, float | None]]) -> list[Any]:
+        named = {"ill": ill, "well": well}
+        both = [
+            {f"{policy}/{name}": value for policy, run in named.items() for name, value in run[step].items()}
+            for step in range(len(ill))
+        ]
+        return warnings_of([step | {"truncated_fraction": 0.9} for step in both])  # what is said of all is no policy's
+
+    assert together(series(), series()) == []
+    (warning,) = together(series(kl_sampling=0.5), series())
+    (alone,) = warnings_of(series(kl_sampling=0.5))
+    assert (warning.ill, warning.value, warning.policy) == (Ill.KL_SPIKE, 0.5, "ill")
+    assert warning.message == f"policy 'ill': {alone.message}"
+
+
 def test_a_healthy_run_and_a_short_one_have_no_warnings() -> None:
     assert warnings_of(series()) == []
     assert warnings_of([]) == []

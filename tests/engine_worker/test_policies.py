@@ -345,6 +345,43 @@ def test_a_checkpoint_of_another_adapter_or_base_is_refused(
         Engine.boot(asked)
 
 
+def test_an_exported_adapter_starts_a_policy_frozen_or_trained(tiny_dir: Path, tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    shutil.copytree(tiny_dir, root / "tiny")
+    config: dict[str, Any] = {"policies": {"left": THREE["left"], "right": THREE["right"]}, "num_threads": 1}
+    first = Engine.boot(Boot(config, str(root), str(tmp_path / "first")))
+    first.update(update(1, played(1)))
+    assert first.export(Export("left", str(root / "mine"))).error is None
+    policies = {"trained": {"model": "mine"}, "frozen": {"model": "mine", "trainable": False}, "new": THREE["left"]}
+    config = {"policies": policies, "num_threads": 1, "trainer": {"kl_weight": 0.1}}
+    again = Engine.boot(Boot(config, str(root), str(tmp_path / "again")))
+    left, new = (
+        {**dict(engine.policies[name].policy.model.named_parameters())}
+        for engine, name in ((first, "left"), (again, "new"))
+    )
+    for name in ("trained", "frozen"):
+        policy = again.policies[name].policy
+        for key, parameter in policy.model.named_parameters():
+            assert torch.equal(parameter, left[key])
+            assert parameter.requires_grad == (name == "trained" and "branch" in key)
+        assert policy.model.embedding is new["embedding"], "one base for all"
+    again.update(update(1, played(1, left="trained", right="new")))
+    moved = dict(again.policies["trained"].policy.model.named_parameters())
+    assert any(not torch.equal(moved[key], left[key]) for key in moved)
+    trainer = again.policies["trained"].trainer
+    assert trainer is not None
+    assert trainer.reference is not None
+    assert all(torch.equal(parameter, left[key]) for key, parameter in trainer.reference.named_parameters())
+    with pytest.raises(ModelError, match="is an adapter of another form than lora says; leave lora out"):
+        boot(root / "tiny", tmp_path / "other", {"policy": {"model": "mine", "lora": {"rank": 3}}})
+    weights = root / "tiny" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ModelError, match="was trained beside other weights than model 'tiny' has now"):
+        boot(root / "tiny", tmp_path / "other", {"policy": {"model": "mine"}})
+
+
 def test_exports_are_an_adapter_or_merged_or_refused(tiny_dir: Path, tmp_path: Path) -> None:
     engine = boot(tiny_dir, tmp_path / "checkpoints", THREE)
     engine.update(update(1, played(1)))

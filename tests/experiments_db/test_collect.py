@@ -222,6 +222,19 @@ def test_evaluations_between_steps_cost_no_training_rows(swarm: Any, database: D
     assert (evaluation.step, evaluation.n_attempted) == (5, 20)
 
 
+def test_what_a_frozen_opponent_earned_is_kept_and_counts_in_no_score(
+    swarm: Any, database: Database, experiment_id: str
+) -> None:
+    rewards = {"learner": 0.25, "rival": -0.25}
+    swarm.tell("claim", **claim(1, mode="eval"))
+    swarm.tell("episode", **episode(1, mode="eval", rewards=rewards, frozen_agents=["rival"]))
+    collect(swarm, database, experiment_id)
+    with database.read() as session:
+        (item,) = session.exec(select(EvalItem)).all()
+        (row,) = session.exec(select(EpisodeRow)).all()
+    assert (item.score, row.rewards) == (0.25, rewards)
+
+
 def test_every_attempt_at_a_held_out_game_is_counted_under_whose_fault_it_was(
     swarm: Any, database: Database, experiment_id: str
 ) -> None:
