@@ -22,8 +22,8 @@ AGREEMENT_MEAN = 1e-4
 """Nats that sampler and trainer may differ by about a token, at most and on average, in float32."""
 
 PROBE_ID = "probe of version "
-PROBE_PROMPT, PROBE_REPLY = 8, 2
-"""Tokens of the request that follows an update."""
+PROBE_PROMPT, PROBE_REPLY = 8, 1
+"""Tokens of the request that follows an update: enough to see whose weights and whose prefix they are."""
 
 
 def check_agreement(policy: LoadedPolicy, is_lockstep: bool) -> None:
