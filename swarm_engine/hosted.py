@@ -125,13 +125,13 @@ class HostedPolicy:
             max_context=self.policy.max_context,
         )
 
-    def update(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:
-        """Train on its part of a batch; the sampler is told by `weights_changed`."""
+    def train(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:
+        """Train on its part of a batch; the sampler is told by `serve_weights`."""
         assert self.trainer is not None, self.name
         parts = [part for episode in episodes if (part := part_of(episode, self.name)) is not None]
         return self.trainer.update(record, parts)
 
-    def weights_changed(self) -> list[Reply]:
+    def serve_weights(self) -> list[Reply]:
         """What runs in the sampler goes on under the weights as they are now; whether it does is then asked."""
         self.probe.end()
         replies = self.sampler.weights_changed(self.version)

@@ -141,7 +141,16 @@ class Engine:
         return [answer for policy in busy for answer in policy.sample()]
 
     def update(self, update: Update) -> list[Answer]:
-        """Train on a batch; what runs in the samplers goes on under the new weights."""
+        """Train on a batch and sample with what came of it."""
+        updated = self.train(update)
+        return [*self.serve_weights(), updated]
+
+    def train(self, update: Update) -> Updated:
+        """Train every policy that is not frozen on its part of a batch.
+
+        Raises:
+            WorkerError: it is not the next one, or every policy is frozen.
+        """
         trained = self.trained
         if not trained:
             raise WorkerError(
@@ -152,10 +161,13 @@ class Engine:
             raise WorkerError(
                 f"batch {update.record.step} was given to weights of step {self.step}; they come in order"
             )
-        updates = {name: policy.update(update.record, update.episodes) for name, policy in trained.items()}
+        updates = {name: policy.train(update.record, update.episodes) for name, policy in trained.items()}
         self.step = update.record.step
-        answers: list[Answer] = [answer for policy in trained.values() for answer in policy.weights_changed()]
-        return [*answers, combined(updates) if len(self.policies) > 1 else updates.popitem()[1]]
+        return combined(updates) if len(self.policies) > 1 else updates.popitem()[1]
+
+    def serve_weights(self) -> list[Answer]:
+        """Sample with the trainers' weights as they are now: what runs in the samplers goes on under them."""
+        return [answer for policy in self.trained.values() for answer in policy.serve_weights()]
 
     def save(self, save: Save) -> Saved:
         """Write a checkpoint."""

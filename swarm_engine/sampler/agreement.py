@@ -9,6 +9,7 @@ from torch import Tensor
 
 from swarm_engine.config import SamplerBackend
 from swarm_engine.errors import WorkerError
+from swarm_engine.models.decoder import attend_causally
 from swarm_engine.models.loading import LoadedPolicy
 from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
 from swarm_engine.sampler import Reply, Sampler
@@ -22,8 +23,8 @@ AGREEMENT_MEAN = 1e-4
 """Nats that sampler and trainer may differ by about a token, at most and on average, in float32."""
 
 PROBE_ID = "probe of version "
-PROBE_PROMPT, PROBE_REPLY = 8, 1
-"""Tokens of the request that follows an update: enough to see whose weights and whose prefix they are."""
+PROBE_TOKENS = 8
+"""Of the prompt that follows an update; one token of reply is enough to see whose weights and whose prefix they are."""
 
 
 def check_agreement(policy: LoadedPolicy, is_lockstep: bool) -> None:
@@ -71,28 +72,28 @@ def compare(sampled: Sequence[float], trained_N: Tensor, what: str) -> None:
 
 
 class Probe:
-    """A short request of our own to the sampler that serves, after every change of its weights.
+    """A request of our own to the sampler that serves, after every change of its weights.
 
     The prompt is always the same, so the sampler would have its beginning in a cache of prefixes that was not dropped.
-    It takes its turn among the others, and its numbers are compared with the trainer's when it is complete.
+    What the trainer's weights say of every token is worked out at once, for they may move on; the request takes its
+    turn among the others and is compared when its reply comes.
     """
 
     def __init__(self, name: str, policy: LoadedPolicy, sampler: Sampler, backend: SamplerBackend) -> None:
         self._name = name
-        self._what = f"policy {name!r}"
         self._policy = policy
         self._sampler = sampler
+        vocab_size = policy.model.config.vocab_size
         draw = torch.Generator().manual_seed(derive_seed("probe"))
-        length = min(PROBE_PROMPT + PROBE_REPLY, policy.max_context)
-        tokens = tuple(torch.randint(policy.model.config.vocab_size, (length,), generator=draw).tolist())
-        reply = min(PROBE_REPLY, length - 1)
-        self._prompt = tokens[: length - reply]
-        self._script = tokens[length - reply :] if backend is SamplerBackend.SCRIPTED else None
-        self._params = SamplingParams(reply, seed=derive_seed("probe"))
+        length = min(PROBE_TOKENS, policy.max_context - 1)
+        *prompt, token = torch.randint(vocab_size, (length + 1,), generator=draw).tolist()
+        self._prompt = tuple(prompt)
+        self._script = (token,) if backend is SamplerBackend.SCRIPTED else None
+        self._params = SamplingParams(max_tokens=1, seed=derive_seed("probe"))
         self._version: int | None = None
         """Of the weights that it asked; None while it waits for nothing."""
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
+        self._expected_V = torch.empty(0)
+        """Log-probabilities under the trainer's weights."""
 
     def end(self) -> None:
         """Give up what was not answered yet: the weights it asked are about to go."""
@@ -100,9 +101,14 @@ class Probe:
             self._sampler.cancel(self._request_id)
             self._version = None
 
+    @torch.no_grad()
     def begin(self, version: int) -> None:
-        """Ask the weights of `version`."""
-        self._version, self._token_ids, self._logprobs = version, [], []
+        """Ask the weights of `version`, which are the trainer's now."""
+        model = self._policy.model
+        hidden_1_T_C = model.hidden(torch.tensor([self._prompt]), torch.arange(len(self._prompt)), attend_causally)
+        logits_V = model.logits(hidden_1_T_C[0, -1])
+        self._expected_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)).log_softmax(-1)
+        self._version = version
         ask = Generate(self._request_id, self._name, self._prompt, self._params, self._script, is_streamed=False)
         self.take(self._sampler.submit(ask))
 
@@ -125,21 +131,13 @@ class Probe:
         return f"{PROBE_ID}{self._version}"
 
     def _read(self, reply: Reply, version: int) -> None:
+        what = f"policy {self._name!r} at version {version}"
         match reply:
             case Sampled():
                 if reply.policy_version != version:
-                    raise WorkerError(
-                        f"the sampler of {self._what} speaks of version {reply.policy_version}, its weights are of "
-                        f"version {version}"
-                    )
-                self._token_ids += reply.token_ids
-                self._logprobs += reply.logprobs
+                    raise WorkerError(f"the sampler says that {what} is of version {reply.policy_version}")
+                compare(reply.logprobs, self._expected_V[list(reply.token_ids)], what)
             case Finished():
                 self._version = None
-                tokens = (*self._prompt, *self._token_ids)
-                targets = tuple(range(len(self._prompt), len(tokens)))
-                with torch.no_grad():
-                    trained = score(self._policy.model, [Row(tokens, targets, (1.0,) * len(targets))])
-                compare(self._logprobs, trained.logprobs_N, f"{self._what} at version {version}")
             case Rejected():
-                raise WorkerError(f"{self._what} can't be sampled from at version {version}: {reply.message}")
+                raise WorkerError(f"{what} can't be sampled from: {reply.message}")

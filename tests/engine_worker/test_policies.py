@@ -248,7 +248,7 @@ def test_a_sampler_that_did_not_get_the_weights_ends_the_worker(
         case "weights":
             sampler._model = load_policy(tiny_dir).model
     engine.update(update(2, batch))
-    expected = {"version": "speaks of version 1, its weights are of version 2"}
+    expected = {"version": "says that policy 'policy' at version 2 is of version 1"}
     message = expected.get(fault, r"sampler and trainer differ by .* of policy 'policy' at version 2")
     with pytest.raises(WorkerError, match=message):
         settle(engine)
