@@ -190,6 +190,23 @@ def test_what_a_teacher_said_is_its_log_probability_of_each_trained_token(tmp_pa
         assert metrics["kl_teacher"] == pytest.approx(sum(flat) / len(flat), abs=1e-4)
 
 
+def test_a_teacher_is_asked_about_what_trained_policies_said_alone(tmp_path: Path) -> None:
+    policies = {"policy": {"model": "nano-tictactoe"}, "rival": {"model": "nano-tictactoe", "trainable": False}}
+
+    def rollout(episode: SyncEpisode, task: Task) -> None:
+        for name in policies:
+            episode.chat([{"role": "user", "content": task.task_id}], agent=name, policy=name)
+        episode.end(reward=0.5)
+
+    with teaching() as teacher, serving(tmp_path / "run") as (_, client):
+        client.start(config_with(teacher) | {"policies": policies}, wait=True)
+        client.run([Task("a"), Task("b")], rollout, group_size=2, concurrency=4)
+        assert settled(client, 1).state is EngineState.ROLLING
+        assert len(teacher.seen) == 1 + 4, "the probe, and one call of each episode"
+        (metrics,) = metrics_of(client)
+        assert metrics["policy/kl_teacher"] > 0
+
+
 def test_a_teacher_that_is_busy_is_asked_again(tmp_path: Path) -> None:
     with teaching() as teacher, serving(tmp_path / "run") as (_, client):
         client.start(config_with(teacher), wait=True)

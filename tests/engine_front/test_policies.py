@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,26 @@ def test_names_that_cannot_be_are_refused() -> None:
     for name in ("", "a@b", "a/b", "a.b", "-a", "x" * 101):
         with pytest.raises(ValueError, match="a name has 1 to 100 letters"):
             EngineConfig(policies={name: PolicyConfig()})
+
+
+def test_what_a_policy_said_is_shown_when_others_are_served_too(serving: Callable[..., Served]) -> None:
+    """A folder without train episodes may change its policies; one that is gone still has its tokens shown."""
+    served = serving()
+    with served.client() as client:
+        seen = []
+        for name in ("first", "second"):
+            client.start({"policies": {name: {}}}, wait=True)
+            with client.episode("e", mode=Mode.EVAL) as episode:
+                episode.chat(HI)
+                seen.append(episode.episode_id)
+                episode.end(reward=1.0)
+            client.stop()
+        assert served.front is not None
+        served.front.engine._shown.clear()  # as in a server that was started anew
+        for name, episode_id in zip(("first", "second"), seen, strict=True):
+            (line,) = client.timelines(episode_id)
+            assert line["policy"] == name
+            assert "Your move?" in "".join(block["text"] for block in line["blocks"])
 
 
 # Training
