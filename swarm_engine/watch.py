@@ -119,6 +119,20 @@ def print_events(client: SwarmClient, after: int) -> None:
         print(json.dumps(asdict(event)), flush=True)
 
 
+def step_lines(payload: Mapping[str, Any]) -> list[str]:
+    """An update in words, a line for each policy that is trained; then what goes wrong."""
+    lines = []
+    drops = by_policy(payload["drops"])
+    for policy, metrics in by_policy(payload["metrics"]).items():
+        head = f"step {payload['step']}: {payload['seconds']:.2f} s" + (f", {policy}" if policy else "")
+        values = ((name, metrics.get(name)) for name in METRICS)
+        said = [f"{name} {value:.4g}" for name, value in values if value is not None]
+        if why := why_nothing_trained(metrics, drops.get(policy, {})):
+            said.append(why)
+        lines.append(", ".join([head, *said]))
+    return [*lines, *(f"  warning: {message}" for message in payload.get("warnings", ()))]
+
+
 def print_lines(client: SwarmClient, after: int) -> None:
     """Print state changes, updates and checkpoints in words, one a line, for ever."""
     for event in client.events(after):
@@ -129,16 +143,7 @@ def print_lines(client: SwarmClient, after: int) -> None:
                 how = "not saved: " + event.payload["error"] if event.payload["error"] else "saved"
                 print(f"checkpoint of step {event.payload['step']}: {how}", flush=True)
             case "step":
-                head = f"step {event.payload['step']}: {event.payload['seconds']:.2f} s"
-                drops = by_policy(event.payload["drops"])
-                for policy, metrics in by_policy(event.payload["metrics"]).items():
-                    values = ((name, metrics.get(name)) for name in METRICS)
-                    said = [f"{name} {value:.4g}" for name, value in values if value is not None]
-                    if why := why_nothing_trained(metrics, drops.get(policy, {})):
-                        said.append(why)
-                    print(", ".join([f"{head}, {policy}" if policy else head, *said]), flush=True)
-                for message in event.payload.get("warnings", ()):
-                    print(f"  warning: {message}", flush=True)
+                print("\n".join(step_lines(event.payload)), flush=True)
 
 
 def watch_table(client: SwarmClient) -> None:

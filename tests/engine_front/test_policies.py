@@ -28,7 +28,7 @@ from swarm_engine.config import EngineConfig, PolicyConfig
 from swarm_engine.server.inference import choose_policy
 from swarm_engine.server.worker_link import WORKER_COMMAND
 from swarm_engine.types import Mode
-from swarm_engine.watch import status_lines, step_table
+from swarm_engine.watch import status_lines, step_lines, step_table
 
 HI: list[Any] = [{"role": "user", "content": "Your move?"}]
 CONFIG: dict[str, Any] = {
@@ -196,6 +196,46 @@ def test_what_a_policy_said_is_shown_when_others_are_served_too(serving: Callabl
             assert "Your move?" in "".join(block["text"] for block in line["blocks"])
 
 
+def test_scripts_are_played_in_the_words_of_each_policy(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    build_tiny_model(run_dir / "models" / "tiny")
+    config = {**CONFIG, "sampler": {"backend": "scripted"}}
+    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+        client.start(config, wait=True)
+        said = "I take cell 5."
+        with client.episode("e", mode=Mode.EVAL, script=[said, said]) as episode:
+            assert [episode.chat(HI, policy=name).text for name in ("tiny", "nano")] == [said, said]
+            assert episode.chat(HI, policy="twin", script="7").text == "7"
+            episode.end(reward=0.0)
+        ids = {line["policy"]: line["blocks"][-1]["token_ids"] for line in client.timelines(episode.episode_id)}
+        assert len(ids) == 3
+        assert ids["tiny"] != ids["nano"]
+
+
+def test_an_update_of_several_policies_in_words() -> None:
+    payload = {
+        "step": 3,
+        "seconds": 1.5,
+        "metrics": {
+            "a/reward_mean": 0.25,
+            "a/skipped": 0.0,
+            "b/reward_mean": None,
+            "b/skipped": 1.0,
+            "reward_mean": 0.25,
+            "skipped": 0.0,
+        },
+        "drops": {"b/alone": 2, "timeout": 4},
+        "warnings": ["policy 'a': entropy fell"],
+    }
+    assert step_lines(payload) == [
+        "step 3: 1.50 s, a, reward_mean 0.25",
+        "step 3: 1.50 s, b, nothing trained: 2 episodes alone in their group",
+        "  warning: policy 'a': entropy fell",
+    ]
+    alone = {**payload, "metrics": {"reward_mean": 0.5, "skipped": 1.0}, "drops": {"alone": 1}, "warnings": []}
+    assert step_lines(alone) == ["step 3: 1.50 s, reward_mean 0.5, nothing trained: 1 episode alone in their group"]
+
+
 # Training
 
 
@@ -260,7 +300,7 @@ def test_an_update_trains_each_policy_and_says_so_of_each(tmp_path: Path, merge:
             client.export("nano", "none", step=2)
         with pytest.raises(SwarmRequestError, match="merged weights are computed of those in memory"):
             client.export("tiny", "none", step=2, merged=True)
-        steps = _steps(client)
+        steps = [event for event in client.events(follow=False) if event.kind == "step"]
         assert len(steps) == 2
         metrics = steps[-1].payload["metrics"]
         assert (metrics["tiny/reward_mean"], metrics["twin/reward_mean"], metrics["reward_mean"]) == (0.5, 0.5, 0.5)
@@ -297,17 +337,6 @@ def test_the_example_of_two_policies_trains_one_of_them_in_at_most_sixty_lines(t
     assert json.loads((Path(adapter) / "adapter_config.json").read_text())["r"] == 8
 
 
-def _steps(client: SwarmClient) -> list[Any]:
-    found = []
-    last = client.status().last_seq
-    for event in client.events():
-        if event.kind == "step":
-            found.append(event)
-        if event.seq >= last:
-            return found
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["front", "worker"])
 def test_the_journal_gives_every_policy_its_weights_after_sigkill(tmp_path: Path, victim: str) -> None:
@@ -319,7 +348,7 @@ def test_the_journal_gives_every_policy_its_weights_after_sigkill(tmp_path: Path
     served = serve_process(run_dir, *words)
     try:
         with served.client() as client:
-            _until_rolling(client)
+            _until(client, "ROLLING")
             for _ in range(3):  # a checkpoint at step 2; step 3 is the journal's alone
                 play(client)
             before = [Path(client.export(name, f"{name}-before")) for name in ("tiny", "twin")]
@@ -333,17 +362,13 @@ def test_the_journal_gives_every_policy_its_weights_after_sigkill(tmp_path: Path
             if victim == "worker":
                 _until(client, "FAILED")
                 client.start()
-            _until_rolling(client)
+            _until(client, "ROLLING")
             assert client.status().step == 3
             after = [Path(client.export(name, f"{name}-after")) for name in ("tiny", "twin")]
         for one, other, file in zip(before, after, ("adapter_model.safetensors", "model.safetensors"), strict=True):
             assert (one / file).read_bytes() == (other / file).read_bytes()
     finally:
         served.stop()
-
-
-def _until_rolling(client: SwarmClient) -> None:
-    _until(client, "ROLLING")
 
 
 def _until(client: SwarmClient, state: str) -> None:
