@@ -133,8 +133,7 @@ class HostedPolicy:
 
     def serve_weights(self) -> list[Reply]:
         """What runs in the sampler goes on under the weights as they are now; whether it does is then asked."""
-        self.probe.end()
-        replies = self.sampler.weights_changed(self.version)
+        replies = self.probe.take(self.sampler.weights_changed(self.version))
         self.probe.begin(self.version)
         return replies
 

@@ -76,6 +76,8 @@ class Untrained(StrEnum):
     """Its caller asked the same again and went on from another reply."""
     CONSTRAINED = "constrained"
     """Sampled under a grammar, so from another distribution than the policy's own."""
+    FROZEN = "frozen"
+    """Its policy is never trained."""
 
 
 class ClaimReason(StrEnum):

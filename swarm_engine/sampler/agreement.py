@@ -95,15 +95,11 @@ class Probe:
         self._expected_V = torch.empty(0)
         """Log-probabilities under the trainer's weights."""
 
-    def end(self) -> None:
-        """Give up what was not answered yet: the weights it asked are about to go."""
-        if self._version is not None:
-            self._sampler.cancel(self._request_id)
-            self._version = None
-
     @torch.no_grad()
     def begin(self, version: int) -> None:
-        """Ask the weights of `version`, which are the trainer's now."""
+        """Ask the weights of `version`, which are the trainer's now; give up what those before did not answer yet."""
+        if self._version is not None:
+            self._sampler.cancel(self._request_id)
         model = self._policy.model
         hidden_1_T_C = model.hidden(torch.tensor([self._prompt]), torch.arange(len(self._prompt)), attend_causally)
         logits_V = model.logits(hidden_1_T_C[0, -1])

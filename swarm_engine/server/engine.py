@@ -421,7 +421,7 @@ class Engine:
         record = BatchRecord(step, loaded.pool.batch(), derive_seed(loaded.config.seed, "batch", step))
         episodes = self.roster.take(record)
         announced = EventWrite.of("batch", step=step, episode_ids=record.episode_ids, seed=record.seed)
-        taught = await loaded.teacher.judge(loaded.trained_parts(episodes)) if loaded.teacher else None
+        taught = await loaded.teacher.judge(episodes) if loaded.teacher else None
         await self.journal.append(BatchWrite(record, taught), announced)
         loaded.pool.close()
         if taught is not None or loaded.config.trainer.merge is Merge.TEXT:  # which need what only the journal has

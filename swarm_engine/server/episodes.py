@@ -447,9 +447,15 @@ class RunningCall:
             temperature=self.question.params.temperature,
             finish_reason=reason,
             answer=reply.answer,
-            untrained=Untrained.CONSTRAINED if self.question.grammar is not None else None,
+            untrained=self._untrained(),
         )
         self.episode.touch()
+
+    def _untrained(self) -> Untrained | None:
+        """Why its reply may not be trained, whatever comes of it."""
+        if not self.episode.policies[self.draft.policy].ready.trainable:
+            return Untrained.FROZEN
+        return Untrained.CONSTRAINED if self.question.grammar is not None else None
 
     def cancel(self) -> None:
         """Its caller went away or got an error, or its episode ended: it is kept and not trained.

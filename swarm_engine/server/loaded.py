@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from swarm_engine.server.pool import Pool
 from swarm_engine.server.teacher import Teacher
 from swarm_engine.server.worker_link import WorkerLink
 from swarm_engine.tracker.codec import ChatCodec
-from swarm_engine.types import Episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,3 @@ class Loaded:
     def version(self, policy: ServedPolicy) -> int:
         """The policy_version that is served; a frozen policy keeps its own."""
         return self.step if policy.ready.trainable else policy.ready.version
-
-    def trained_parts(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """The episodes without the calls of frozen policies."""
-        trained = {name for name, policy in self.policies.items() if policy.ready.trainable}
-        return [replace(one, calls=tuple(call for call in one.calls if call.policy in trained)) for one in episodes]

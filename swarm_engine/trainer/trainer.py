@@ -334,7 +334,7 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode], how: M
         "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged_tokens(counted, how)),
         "kl_teacher": teacher_kl(counted),
         "out_of_context_tokens": float(sum(line.num_out_of_context for sample in counted for line in sample.timelines)),
-        **{f"{reason}_calls": float(untrained[reason]) for reason in Untrained},
+        **{f"{reason}_calls": float(untrained[reason]) for reason in Untrained if reason is not Untrained.FROZEN},
     }
 
 

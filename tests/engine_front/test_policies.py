@@ -278,6 +278,8 @@ def test_an_update_trains_each_policy_and_says_so_of_each(tmp_path: Path, merge:
             evaluated.end(reward={"tiny": 0.25, "nano": 9.0})
         lines = {line["policy"]: line["blocks"][-1] for line in client.timelines(evaluated.episode_id, merge=merge)}
         assert {name: block["policy_version"] for name, block in lines.items()} == {"tiny": 2, "nano": 0}
+        assert {name: block["untrained_because"] for name, block in lines.items()} == {"tiny": None, "nano": "frozen"}
+        assert [any(lines[name]["loss_mask"]) for name in ("tiny", "nano")] == [True, False]
         with client.episode("f", mode=Mode.EVAL, policies=["nano"]) as of_frozen:
             assert of_frozen.policy_version == 0
             of_frozen.chat(HI)

@@ -258,8 +258,10 @@ def test_a_request_that_runs_goes_on_beside_the_probe(tiny_dir: Path, tmp_path: 
     engine = boot(tiny_dir, tmp_path, {"policy": {"model": "tiny"}}, sampler={"max_running": 1})
     engine.generate(Generate("long", "policy", (5, 6, 7), SamplingParams(40, seed=3), is_streamed=False))
     answers: list[object] = [*engine.sample(), *engine.sample()]
+    sampler: Any = engine.policies["policy"].sampler
     for step in (1, 2):  # the second comes while the first one's probe still waits for the slot
         answers += engine.update(update(step, played(step, left="policy", right="policy")))
+        assert [one.request_id for one in sampler._waiting] == [f"probe of version {step}"]
     answers += settle(engine)
     assert {one.request_id for one in answers if isinstance(one, Sampled | Finished)} == {"long"}
 
