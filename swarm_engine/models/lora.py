@@ -105,12 +105,14 @@ def peft_config(lora: LoraConfig, base: str) -> dict[str, Any]:
     }
 
 
-IGNORED_WHERE_UNSET = (
-    "use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform",
-    "layers_pattern", "fan_in_fan_out", "lora_bias", "megatron_config", "exclude_modules", "trainable_token_indices",
-    "target_parameters",
-)  # fmt: skip
-"""Keys of `adapter_config.json` that make an adapter another function than this engine computes."""
+PLAIN_KEYS = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "target_modules", "bias", "init_lora_weights", "megatron_core", "qalora_group_size",
+    "runtime_config",
+})  # fmt: skip
+"""Keys of `adapter_config.json` that plain LoRA may set; any other makes an adapter another function."""
+PLAIN_VALUES = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
+"""The values of some of them that do so too."""
 
 
 def read_peft_config(found: Mapping[str, Any], where: str) -> tuple[LoraConfig, str]:
@@ -119,13 +121,8 @@ def read_peft_config(found: Mapping[str, Any], where: str) -> tuple[LoraConfig, 
     Raises:
         ModelError: it is of a kind that is not computed here.
     """
-    strange = {name: found[name] for name in IGNORED_WHERE_UNSET if found.get(name)}
-    if found.get("peft_type") != "LORA":
-        strange["peft_type"] = found.get("peft_type")
-    if found.get("bias", "none") != "none":
-        strange["bias"] = found["bias"]
-    if found.get("lora_dropout"):
-        strange["lora_dropout"] = found["lora_dropout"]
+    strange = {name: value for name, value in found.items() if value and name not in PLAIN_KEYS}
+    strange |= {name: found[name] for name, plain in PLAIN_VALUES.items() if name in found and found[name] not in plain}
     if strange:
         name, value = next(iter(strange.items()))
         raise ModelError(

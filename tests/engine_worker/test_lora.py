@@ -118,6 +118,10 @@ def test_an_exported_adapter_is_the_policy_in_peft(variant: str, targets: tuple[
         assert (with_adapter(TOKENS).logits - ours).abs().max() < 1e-5 * scale
         assert (merged(TOKENS).logits - ours).abs().max() < 1e-5 * scale
         assert (plain - ours).abs().max() > 1e-2 * scale, "the adapter does something"
+    with_adapter.peft_config["default"].save_pretrained(tmp_path / "again")
+    found = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert policy.adapter is not None
+    assert read_peft_config(found, "what peft wrote")[0] == policy.adapter.lora
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         named = {key.split(".")[-3] for key in file.keys()}  # noqa: SIM118
     assert named == set(targets or map(str, Target))
@@ -172,13 +176,16 @@ def test_an_adapter_that_does_not_fit_is_refused(tiny: LoadedPolicy, change: str
         ({"bias": "all"}, "bias 'all'"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"some_later_kind": 1}, "some_later_kind 1"),
         ({"target_modules": ["q_proj", "lm_head"]}, "known are q_proj, k_proj"),
         ({"r": "many"}, "can't be read"),
     ],
 )
 def test_another_kind_of_adapter_is_refused(changes: dict[str, Any], message: str) -> None:
     found = {"peft_type": "LORA", "base_model_name_or_path": "b", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    assert read_peft_config(found, "here")[1] == "b"
+    plain = {"init_lora_weights": True, "rank_pattern": {}, "use_dora": False, "lora_dropout": 0.0, "bias": "none"}
+    assert read_peft_config(found | plain, "here") == (LoraConfig(rank=2, alpha=4, targets=(Target.Q,)), "b")
     with pytest.raises(ModelError, match=message):
         read_peft_config(found | changes, "here")
 
