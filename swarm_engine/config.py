@@ -247,7 +247,8 @@ class TrainerConfig(Frozen):
     off_policy_high: float | None = Field(None, ge=1)
     max_staleness: int | None = Field(None, ge=0)
     """Updates between the weights that sampled a sample's oldest trained token and those being trained; a sample beyond
-    it is dropped as `stale`. None drops none."""
+    it is dropped as `stale`. Above 0 sampling goes on while an update runs, for as many batches ahead as this allows;
+    None and 0 are on policy, and None drops none."""
     merge: Merge = Merge.TREE
     ignore_tools: bool | None = None
     """Whether calls that were offered other tools continue each other; only merging by text reads it, None is no."""
@@ -266,6 +267,11 @@ class TrainerConfig(Frozen):
     lr_schedule: Schedule = Schedule.CONSTANT
     total_updates: int = Field(1000, ge=1)
     """The last update of a schedule that falls; the learning rate is zero after it. `constant` does not read it."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether sampling goes on while an update runs."""
+        return bool(self.max_staleness)
 
     @property
     def knobs(self) -> Knobs:
@@ -454,5 +460,15 @@ class EngineConfig(Frozen):
                 f"policies names {strange[0]!r}; a name has 1 to 100 letters, digits, '_' or '-' and begins with a "
                 "letter or a digit, for calls name POLICY@AGENT, metrics POLICY/METRIC, and a checkpoint has a folder "
                 "of that name"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lockstep_is_synchronous(self) -> Self:
+        if self.lockstep and self.trainer.is_asynchronous:
+            raise ValueError(
+                f"lockstep is true and trainer.max_staleness is {self.trainer.max_staleness}, but a sampler that goes "
+                "on during updates gets new weights when the clock has it, and no such run repeats itself; set "
+                "max_staleness to 0, or lockstep to false"
             )
         return self

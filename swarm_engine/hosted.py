@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from swarm_engine.config import EngineConfig, LoraConfig, PolicyConfig
 from swarm_engine.errors import ModelError
 from swarm_engine.models import resolve
+from swarm_engine.models.decoder import Decoder
 from swarm_engine.models.loading import LoadedPolicy, adapt, load_adapter, load_policy, read_json, weights_sha256
 from swarm_engine.models.lora import ADAPTER_CONFIG, read_peft_config
 from swarm_engine.protocol import PolicyReady, Updated
@@ -18,7 +21,7 @@ from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.parts import part_of
-from swarm_engine.trainer.trainer import Trainer
+from swarm_engine.trainer.trainer import Trainer, frozen_copy
 from swarm_engine.types import BatchRecord, Episode
 
 
@@ -85,6 +88,9 @@ class HostedPolicy:
 
     name: str
     policy: LoadedPolicy
+    """The weights that are trained and saved."""
+    served: Decoder
+    """Those that are sampled from: the same, or a copy where sampling goes on while an update runs."""
     trainer: Trainer | None
     """None where it is frozen."""
     sampler: Sampler
@@ -97,8 +103,10 @@ class HostedPolicy:
         Raises:
             WorkerError: sampler and trainer disagree about them.
         """
+        has_copy = config.trainer.is_asynchronous and trainer is not None
+        served = frozen_copy(policy.model) if has_copy else policy.model
         sampler = SlotSampler(
-            policy.model,
+            served,
             policy.end_ids,
             backend=config.sampler.backend,
             max_running=config.sampler.max_running,
@@ -107,7 +115,13 @@ class HostedPolicy:
             grammars=Grammars(policy.tokenizer_dir, policy.model.config.vocab_size, policy.end_ids),
         )
         check_agreement(policy, config.lockstep)
-        return HostedPolicy(name, policy, trainer, sampler, Probe(name, policy, sampler, config.sampler.backend))
+        probe = Probe(name, policy, sampler, config.sampler.backend)
+        return HostedPolicy(name, policy, served, trainer, sampler, probe)
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether its sampler has weights of its own."""
+        return self.served is not self.policy.model
 
     @property
     def version(self) -> int:
@@ -131,8 +145,13 @@ class HostedPolicy:
         parts = [part for episode in episodes if (part := part_of(episode, self.name)) is not None]
         return self.trainer.update(record, parts)
 
+    @torch.no_grad()
     def serve_weights(self) -> list[Reply]:
         """What runs in the sampler goes on under the weights as they are now; whether it does is then asked."""
+        if self.has_copy:
+            for served, trained in zip(self.served.parameters(), self.policy.model.parameters(), strict=True):
+                if trained.requires_grad:  # the others are shared
+                    served.copy_(trained)
         replies = self.probe.take(self.sampler.weights_changed(self.version))
         self.probe.begin(self.version)
         return replies

@@ -4,7 +4,8 @@
 
 It connects to the front at ADDRESS (a Unix socket's path, or HOST:PORT), speaks `swarm_engine.protocol`, and ends when
 the connection does, so that no worker outlives its front. One thread reads, one computes: sampler steps, updates and
-checkpoints take turns, hence weights never change inside a step.
+checkpoints take turns, hence weights never change inside a step. With `trainer.max_staleness` above 0 updates and
+checkpoints run on a third thread, on weights of their own, and the sampler gets a copy of them between two steps.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import queue
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
+from typing import NoReturn, assert_never
 
 import torch
 from pydantic import ValidationError
@@ -57,6 +60,8 @@ from swarm_engine.trainer.trainer import Trainer
 
 Question = Boot | Generate | Cancel | Update | Save | Export | Stop
 Answer = Booted | Sampled | Finished | Rejected | Updated | Saved | Failed
+Inbox = queue.SimpleQueue[Question | Future[Updated | Saved]]
+"""What is asked, and the answers of the thread that trains."""
 
 ONE_THREAD_PARAMETERS = 10_000_000
 """Models up to this size run on one thread: on two cores that others use too, a second thread was measured to make a
@@ -91,7 +96,8 @@ class Engine:
         loaded = load_policies(config, boot.model_root)
         largest = max(num_parameters(policy.model) for policy in loaded.values())
         if config.num_threads is None and largest > ONE_THREAD_PARAMETERS:
-            torch.set_num_threads(_num_cores())
+            # Sampler and trainer share the cores where they compute at the same time.
+            torch.set_num_threads(max(1, _num_cores() // (2 if config.trainer.is_asynchronous else 1)))
         trainers = {
             name: Trainer(loaded[name].model, config.trainer)
             for name, policy in config.policies.items()
@@ -119,6 +125,11 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether no sampler has anything to do."""
         return all(policy.sampler.is_idle for policy in self.policies.values())
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the samplers have weights of their own, so that an update disturbs none of their steps."""
+        return any(policy.has_copy for policy in self.policies.values())
 
     def ready(self) -> Booted:
         """What the front needs to know."""
@@ -213,19 +224,27 @@ def serve(line: socket.socket) -> None:
     Raises:
         ModelError, WorkerError, ValidationError: see `Engine`.
     """
-    inbox: queue.SimpleQueue[Question] = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
     threading.Thread(target=_read, args=(line, inbox), daemon=True).start()
     boot = inbox.get()
     if isinstance(boot, Stop):
         return
     assert isinstance(boot, Boot), boot
     engine = Engine.boot(boot)
+    beside = Beside(engine, inbox) if engine.is_asynchronous else None
     _send(line, [engine.ready()])
     while True:
         for question in _take(inbox, must_wait=engine.is_idle):
-            if isinstance(question, Stop):
-                return
-            _send(line, _answer(engine, question))
+            match question:
+                case Stop():
+                    return
+                case Future():
+                    assert beside is not None
+                    _send(line, beside.finish(question))
+                case Update() | Save() | Export() if beside is not None:
+                    beside.take(question)
+                case _:
+                    _send(line, _answer(engine, question))
         _send(line, engine.sample())
 
 
@@ -247,15 +266,65 @@ def _answer(engine: Engine, question: Boot | Generate | Cancel | Update | Save |
             assert_never(question)
 
 
-def _take(inbox: queue.SimpleQueue[Question], *, must_wait: bool) -> list[Question]:
-    """Everything asked since the last look; at least one question where there is nothing else to do."""
+class Beside:
+    """The thread that trains, saves and exports while the sampler goes on; one question at a time, in order, so that
+    what is saved is the weights of one step.
+
+    Its answers come into the inbox, and the next question is begun only after `finish`: weights that the sampler is
+    about to copy do not move.
+    """
+
+    def __init__(self, engine: Engine, inbox: Inbox) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._waiting: deque[Update | Save | Export] = deque()
+        self._is_busy = False
+        # Threads do not inherit how many threads torch may use, and the last bit of a sum may depend on it.
+        self._thread = ThreadPoolExecutor(1, "train", torch.set_num_threads, (torch.get_num_threads(),))
+
+    def take(self, question: Update | Save | Export) -> None:
+        """Answer a question after those that came before it."""
+        self._waiting.append(question)
+        self._begin()
+
+    def finish(self, done: Future[Updated | Saved]) -> list[Answer]:
+        """The answer that came into the inbox, with what new weights make the sampler say.
+
+        Raises:
+            Exception: what the question failed of.
+        """
+        answer = done.result()
+        said = self._engine.serve_weights() if isinstance(answer, Updated) else []
+        self._is_busy = False
+        self._begin()
+        return [*said, answer]
+
+    def _begin(self) -> None:
+        if self._waiting and not self._is_busy:
+            self._is_busy = True
+            self._thread.submit(self._work, self._waiting.popleft()).add_done_callback(self._inbox.put)
+
+    def _work(self, question: Update | Save | Export) -> Updated | Saved:
+        match question:
+            case Update():
+                return self._engine.train(question)
+            case Save():
+                return self._engine.save(question)
+            case Export():
+                return self._engine.export(question)
+            case _:
+                assert_never(question)
+
+
+def _take(inbox: Inbox, *, must_wait: bool) -> list[Question | Future[Updated | Saved]]:
+    """Everything that came since the last look; at least one thing where there is nothing else to do."""
     questions = [inbox.get()] if must_wait else []
     while not inbox.empty():
         questions.append(inbox.get())
     return questions
 
 
-def _read(line: socket.socket, inbox: queue.SimpleQueue[Question]) -> None:
+def _read(line: socket.socket, inbox: Inbox) -> None:
     """Read questions until the line breaks, which ends the process at once: nothing here outlives its front, and what
     is on disk is whole at any moment."""
     buffer = bytearray()
@@ -266,8 +335,13 @@ def _read(line: socket.socket, inbox: queue.SimpleQueue[Question]) -> None:
                 inbox.put(from_front.validate_json(message))
     except (OSError, ValidationError) as error:
         log.error("the line to the front broke: %s", error)
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once: torch must not be taken down under a thread that computes."""
     logging.shutdown()
-    os._exit(0)
+    os._exit(code)
 
 
 def _send(line: socket.socket, answers: Iterable[Answer]) -> None:
@@ -311,4 +385,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

@@ -100,6 +100,8 @@ class Engine:
         """Boots or updates."""
         self._stopping: asyncio.Task[None] | None = None
         """The last stop; one that runs is shared by everybody who asks for a stop meanwhile."""
+        self._is_training = False
+        """Whether updates run beside the sampler, or the checkpoint between two of them is written."""
         self._update_started: float | None = None
         self._last_step_at = 0.0
         self._kept_counts: tuple[tuple[int, int, int], PoolCounts] | None = None
@@ -160,7 +162,7 @@ class Engine:
             JournalError: the journal can't be written.
         """
         going_down = ConflictError("the engine is still going down", "ask again in a moment", code="stopping")
-        if self._closing.is_set() or (self._stopping is not None and not self._stopping.done()):
+        if self._closing.is_set() or self._is_stopping:
             raise going_down
         if self.state not in (EngineState.OFFLINE, EngineState.FAILED):
             raise ConflictError(
@@ -209,15 +211,21 @@ class Engine:
 
         A stop that runs already is waited for: it is one stop, whoever asks and whoever stops waiting.
         """
-        if self._stopping is None or self._stopping.done():
+        if not self._is_stopping:
             if self.state is EngineState.OFFLINE:
                 return
             self._stopping = asyncio.create_task(self._stop(cause), name="stop")
+        assert self._stopping is not None
         await asyncio.shield(self._stopping)
+
+    @property
+    def _is_stopping(self) -> bool:
+        """Whether a stop is on its way."""
+        return self._stopping is not None and not self._stopping.done()
 
     async def _stop(self, cause: str) -> None:
         if self._main_task is not None and not self._main_task.done():
-            if self.state is EngineState.WEIGHT_SYNCING:
+            if self.state is EngineState.WEIGHT_SYNCING or self._is_training:
                 await self._let_finish(self._main_task)
             self._main_task.cancel()
             await asyncio.wait({self._main_task})
@@ -291,6 +299,7 @@ class Engine:
         self._to(state, cause)
         self.roster.close(lost_because, self._unavailable())
         self._loaded = self._link = self._update_started = None
+        self._is_training = False
 
     def _to(self, state: EngineState, cause: str) -> None:
         check_transition(self.state, state)
@@ -330,6 +339,7 @@ class Engine:
         kept = await asyncio.to_thread(KeptEpisodes.read, self.journal)
         self._loaded = Loaded(config, policies, link, pool, step, teacher)
         self.roster.open(self._loaded, kept)
+        self._open_batches(self._loaded, taken=step)
         self._last_step_at = time.monotonic()
         self._to(EngineState.ROLLING, f"booted at step {step}")
         self._after_change()
@@ -398,10 +408,14 @@ class Engine:
             self._to(EngineState.ROLLING, "a place of the batch is free again")
         self.roster.serve_waiters()
         is_held_up = self.roster.note_idle_groups(loaded)
-        if pool.is_ready:
+        is_asynchronous = loaded.config.trainer.is_asynchronous
+        if is_asynchronous and pool.is_ready and not self._is_training and not self._is_stopping:
+            self._is_training = True
+            self._main_task = self._spawn(self._update_meanwhile(loaded), "update")
+        if pool.is_ready and not is_asynchronous:
             self._to(EngineState.WEIGHT_SYNCING, f"the batch of step {step} is complete")
             self._main_task = self._spawn(self._update(loaded), "update")
-        elif self.state is EngineState.ROLLING and pool.is_claimed:
+        elif self.state is EngineState.ROLLING and pool.is_claimed and not is_asynchronous:
             self._to(EngineState.ROLLING_POST, f"every place of the batch of step {step} is claimed")
         elif is_held_up and all(task.get_name() != "sweep" for task in self._tasks):
             self._spawn(self._sweep(loaded), "sweep")
@@ -416,6 +430,24 @@ class Engine:
 
     async def _update(self, loaded: Loaded) -> None:
         """Train on the batch and go on."""
+        await self._train(loaded)
+        if self._is_checkpoint_due(loaded):
+            self._spawn(self._checkpoint(loaded), "checkpoint")
+        self._to(EngineState.ROLLING, f"step {loaded.step} is in the weights")
+        self._after_change()
+
+    async def _update_meanwhile(self, loaded: Loaded) -> None:
+        """Train on complete batches as long as there are any, while episodes go on."""
+        while loaded.pool.is_ready and not self._is_stopping:
+            await self._train(loaded)
+            self._after_change()
+            if self._is_checkpoint_due(loaded):
+                # Waited for, because the next update changes the weights that are to be saved.
+                await self._checkpoint(loaded)
+        self._is_training = False
+
+    async def _train(self, loaded: Loaded) -> None:
+        """Train on the next batch, and report the step."""
         step = loaded.step + 1
         self._update_started = time.monotonic()
         record = BatchRecord(step, loaded.pool.batch(), derive_seed(loaded.config.seed, "batch", step))
@@ -424,19 +456,28 @@ class Engine:
         taught = await loaded.teacher.judge(episodes) if loaded.teacher else None
         await self.journal.append(BatchWrite(record, taught), announced)
         loaded.pool.close()
+        self._open_batches(loaded, taken=step)
         if taught is not None or loaded.config.trainer.merge is Merge.TEXT:  # which need what only the journal has
             episodes = await asyncio.to_thread(self._read_batch, record, loaded.config.trainer, loaded.policies)
         updated = await loaded.link.update(Update(record, episodes))
         loaded.step = step
+        self._open_batches(loaded, taken=step)
         now = time.monotonic()
         # On disk before the checkpoint that holds it: a start from there on would not report it again.
         await self._report_step(step, updated.metrics, updated.drops, now - self._last_step_at)
         self._last_step_at = now
         self._update_started = None
-        if step % loaded.config.trainer.checkpoint_every == 0:
-            self._spawn(self._checkpoint(loaded), "checkpoint")
-        self._to(EngineState.ROLLING, f"step {step} is in the weights")
-        self._after_change()
+
+    def _open_batches(self, loaded: Loaded, taken: int) -> None:
+        """Let as many batches be claimed as are trained at most `max_staleness` updates after the weights served now.
+
+        Those of version v may sample for the batches up to v + 1 + max_staleness, and the ones up to `taken` are
+        closed.
+        """
+        loaded.pool.num_batches = loaded.step + 1 + (loaded.config.trainer.max_staleness or 0) - taken
+
+    def _is_checkpoint_due(self, loaded: Loaded) -> bool:
+        return loaded.step % loaded.config.trainer.checkpoint_every == 0
 
     def _report_step(
         self, step: int, metrics: Mapping[str, float | None], drops: Mapping[str, int], seconds: float

@@ -4,6 +4,9 @@ While the engine collects for one update, exactly `tasks_per_update` groups of `
 order of their claims. An episode that ends without a reward frees its place; the next claim takes it as another attempt
 with another random stream. When every place holds a completed episode, the batch is the episodes in order of places,
 so who was faster changes nothing. docs/decisions/0002-quota.md argues why.
+
+With `num_batches` above 1 the groups of later batches are given out as well, and a batch is the first groups in order
+of their claims all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 from swarm_engine.errors import ConflictError
 from swarm_engine.types import ClaimReason, Mode
@@ -87,9 +91,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PoolCounts:
-    """What the pool holds towards the next batch."""
+    """What the pool holds that no batch has taken."""
 
     episodes: int
+    """Completed ones."""
     tasks: int
     """Complete groups."""
     informative_tasks: int
@@ -116,12 +121,15 @@ class LooseGroup:
 
 
 class Pool:
-    """The open groups of the next batch, and the groups outside training."""
+    """The open groups of the next batches, and the groups outside training."""
 
     def __init__(self, group_size: int, tasks_per_update: int) -> None:
         self.group_size = group_size
         self.tasks_per_update = tasks_per_update
+        self.num_batches = 1
+        """Batches whose groups may be open at once."""
         self._groups: dict[str, Group] = {}
+        """In order of positions."""
         self._num_groups_of: dict[str, int] = {}
         self._closed: dict[str, str] = {}
         self._next_position = 0
@@ -146,7 +154,7 @@ class Pool:
     def _claim_place(self, episode_id: str, task_id: str, group_id: str | None) -> Seat | ClaimReason:
         group = self._group_for(task_id, group_id)
         if group is None:
-            if len(self._groups) >= self.tasks_per_update:
+            if len(self._groups) >= self.tasks_per_update * self.num_batches:
                 return ClaimReason.QUOTA
             group = self._open(task_id, group_id)
         index = group.first_free()
@@ -244,19 +252,24 @@ class Pool:
         return dropped
 
     @property
+    def _next(self) -> list[Group]:
+        """The groups of the next batch, in claim order; fewer than a batch has where no more are open."""
+        return list(islice(self._groups.values(), self.tasks_per_update))
+
+    @property
     def is_claimed(self) -> bool:
-        """Whether every place of the batch is taken."""
-        return len(self._groups) == self.tasks_per_update and all(
-            group.first_free() is None for group in self._groups.values()
+        """Whether every place of the next batch is taken."""
+        return len(groups := self._next) == self.tasks_per_update and all(
+            group.first_free() is None for group in groups
         )
 
     @property
     def is_ready(self) -> bool:
-        """Whether every place of the batch holds a completed episode."""
-        return len(self._groups) == self.tasks_per_update and all(group.is_complete for group in self._groups.values())
+        """Whether every place of the next batch holds a completed episode."""
+        return len(groups := self._next) == self.tasks_per_update and all(group.is_complete for group in groups)
 
     def counts(self) -> PoolCounts:
-        """What the pool holds towards the next batch."""
+        """What the pool holds that no batch has taken."""
         groups = self._groups.values()
         return PoolCounts(
             episodes=sum(place.state is PlaceState.DONE for group in groups for place in group.places),
@@ -267,14 +280,13 @@ class Pool:
     def batch(self) -> tuple[str, ...]:
         """The episodes of a ready batch, in order of places."""
         assert self.is_ready, "a batch is taken only when every place is done"
-        ordered = sorted(self._groups.values(), key=lambda group: group.position)
-        return tuple(place.episode_id or "" for group in ordered for place in group.places)
+        return tuple(place.episode_id or "" for group in self._next for place in group.places)
 
     def close(self) -> None:
-        """The batch is in the journal: its groups are closed, and the next batch may fill."""
-        for group in self._groups.values():
+        """The ready batch is in the journal: its groups are closed, and those of another may open."""
+        for group in self._next:
             self._closed[group.group_id] = group.task_id
-        self._groups.clear()
+            del self._groups[group.group_id]
 
     def restore(
         self,

@@ -216,6 +216,7 @@ def test_an_engine_that_runs_can_not_be_started(serving: Callable[..., Served]) 
         ({"seeds": 1}, "seeds"),
         ({"trainer": {"group_size": 1}}, "trainer.group_size"),
         ({"policies": {}}, "policies names none"),
+        ({"lockstep": True, "trainer": {"max_staleness": 2}}, "lockstep is true and trainer.max_staleness is 2"),
     ],
 )
 def test_a_config_with_a_mistake_is_refused_by_name(engine: Served, config: dict[str, Any], where: str) -> None:

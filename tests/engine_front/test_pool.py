@@ -142,15 +142,63 @@ def test_a_restored_pool_goes_on_where_the_journal_ended() -> None:
     assert evaluated.index == 4
 
 
+def test_claims_ahead_fill_later_batches_and_each_is_the_first_groups_in_order_of_claims() -> None:
+    pool = Pool(group_size=2, tasks_per_update=1)
+    pool.num_batches = 3
+    for number, task in enumerate(["a", "b", "c", "c", "b"]):
+        claim(pool, f"e{number}", task)
+    assert pool.claim("x", TRAIN, "d") is ClaimReason.QUOTA
+    for episode in ("e1", "e2", "e3", "e4"):
+        pool.complete(episode, {"main": 1.0})
+        assert not pool.is_ready, "the first group is not full yet, so what is complete waits"
+    assert (pool.counts().episodes, pool.counts().tasks) == (4, 2)
+    claim(pool, "e5", "a")
+    assert pool.is_claimed
+    pool.complete("e0", {"main": 1.0})
+    pool.complete("e5", {"main": 1.0})
+    batches = []
+    while pool.is_ready:
+        batches.append(pool.batch())
+        pool.close()
+    assert batches == [("e0", "e5"), ("e1", "e4"), ("e2", "e3")]
+
+
+def test_a_closed_batch_leaves_room_for_the_groups_of_one_more() -> None:
+    pool = Pool(group_size=2, tasks_per_update=1)
+    pool.num_batches = 2
+    for number in range(4):
+        claim(pool, f"e{number}", "ab"[number // 2])
+    pool.complete("e0", {"main": 1.0})
+    pool.complete("e1", {"main": 0.0})
+    pool.close()
+    assert claim(pool, "e4", "c").group_id == "c#0"
+    pool.num_batches = 1
+    assert pool.claim("x", TRAIN, "d") is ClaimReason.QUOTA
+
+
+def test_a_group_that_is_given_up_moves_the_later_ones_forward() -> None:
+    pool = Pool(group_size=2, tasks_per_update=1)
+    pool.num_batches = 2
+    for number in range(3):
+        claim(pool, f"e{number}", "abb"[number])
+    for episode in ("e0", "e1", "e2"):
+        pool.complete(episode, {"main": 1.0})
+    assert not pool.is_ready
+    assert pool.drop_group("a#0") == ["e0"]
+    assert pool.batch() == ("e1", "e2")
+
+
 @given(
     group_size=st.integers(2, 4),
     tasks_per_update=st.integers(1, 3),
+    num_batches=st.integers(1, 3),
     moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=120),
 )
 def test_whatever_happens_every_batch_is_full_and_no_episode_is_in_two(
-    group_size: int, tasks_per_update: int, moves: list[tuple[int, int]]
+    group_size: int, tasks_per_update: int, num_batches: int, moves: list[tuple[int, int]]
 ) -> None:
     pool = Pool(group_size, tasks_per_update)
+    pool.num_batches = num_batches
     running: list[tuple[str, Seat]] = []
     claimed: dict[str, Seat] = {}
     batches: list[tuple[str, ...]] = []
@@ -166,11 +214,11 @@ def test_whatever_happens_every_batch_is_full_and_no_episode_is_in_two(
                 pool.complete(episode, {"main": 1.0})
             else:
                 pool.free(episode)
-        assert len(running) <= group_size * tasks_per_update
+        assert len(running) <= group_size * tasks_per_update * num_batches
         taken = {(seat.group_id, seat.index) for _, seat in running}
         assert len(taken) == len(running), "two running episodes hold one place"
         if pool.is_ready:
-            assert not running
+            assert not running or num_batches > 1
             batches.append(pool.batch())
             pool.close()
     trained = [episode for batch in batches for episode in batch]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,7 +31,12 @@ Kind = TypeVar("Kind")
 class WorkerProcess:
     """Starts the worker, waits until it has connected, and kills it at the end."""
 
-    def __init__(self, folder: Path, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        timeout_s: float = 60.0,
+        command: Sequence[str] = (sys.executable, "-m", "swarm_engine.worker"),
+    ) -> None:
         from pydantic import TypeAdapter
 
         self._adapter: TypeAdapter[Any] = TypeAdapter(Question)
@@ -44,7 +50,7 @@ class WorkerProcess:
             listener.settimeout(timeout_s)
             self._log = (folder / "worker.log").open("ab")
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "swarm_engine.worker", "--socket", str(path)],
+                [*command, "--socket", str(path)],
                 stdout=self._log,
                 stderr=self._log,
             )
