@@ -335,10 +335,10 @@ def _read(line: socket.socket, inbox: Inbox) -> None:
                 inbox.put(from_front.validate_json(message))
     except (OSError, ValidationError) as error:
         log.error("the line to the front broke: %s", error)
-    _leave(0)
+    leave(0)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End the process at once: torch must not be taken down under a thread that computes."""
     logging.shutdown()
     os._exit(code)
@@ -385,4 +385,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    _leave(main())
+    leave(main())

@@ -482,10 +482,12 @@ class Journal:
         Agents that spoke through frozen policies are left out.
         """
         match by:
-            case BestBy.REWARD:  # an update's batch was sampled by the weights before it
+            case BestBy.REWARD:  # an update's batch was sampled by the weights before it, less how old its tokens are
                 sql = (
-                    "SELECT json_extract(payload, '$.step') - 1, json_extract(payload, '$.metrics.reward_mean')"
-                    " FROM events WHERE kind = 'step'"
+                    "SELECT json_extract(payload, '$.step') - 1 -"
+                    " CAST(round(coalesce(json_extract(payload, '$.metrics.staleness_mean'), 0)) AS INTEGER) version,"
+                    " avg(json_extract(payload, '$.metrics.reward_mean')) FROM events WHERE kind = 'step'"
+                    " GROUP BY version"
                 )
             case BestBy.EVALUATION:
                 sql = (

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from swarm_engine.config import BestBy
 from swarm_engine.errors import JournalError
 from swarm_engine.server.journal import BatchWrite, EpisodeRow, EventWrite, Journal, MetaWrite, UnpoolWrite
 from swarm_engine.types import BatchRecord, Mode
@@ -192,3 +193,15 @@ def test_named_values_are_replaced(tmp_path: Path) -> None:
         assert journal.meta("key") == "two"
 
     within(tmp_path, work)
+
+
+def test_a_batch_counts_for_the_weights_that_sampled_it_on_average(tmp_path: Path) -> None:
+    """Steps 2 and 3 were both sampled by version 1, step 3 by nine tokens in ten; step 4 says nothing of ages."""
+
+    async def check(journal: Journal) -> None:
+        for step, reward, staleness in ((1, 0.5, 0.0), (2, 1.0, 0.0), (3, 2.0, 0.9), (4, 4.0, None), (5, None, 0.0)):
+            metrics = {"reward_mean": reward, "staleness_mean": staleness}
+            await journal.append(EventWrite.of("step", step=step, metrics=metrics))
+        assert journal.rewards_by_version(BestBy.REWARD) == {0: 0.5, 1: 1.5, 3: 4.0}
+
+    within(tmp_path, check)

@@ -45,4 +45,4 @@ if __name__ == "__main__":
     HeldTrainer.gate = Path(sys.argv[sys.argv.index("--gate") + 1])
     worker.Trainer = HeldTrainer  # type: ignore[misc, attr-defined]
     del sys.argv[1:3]
-    os._exit(worker.main())
+    worker.leave(worker.main())
