@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from episodes import conversations
@@ -25,7 +27,7 @@ from swarm_engine.protocol import (
     Updated,
 )
 from swarm_engine.types import BatchRecord, SamplingParams
-from swarm_engine.worker import Engine
+from swarm_engine.worker import Beside, Engine, Inbox
 
 ASYNCHRONOUS = {"max_staleness": 1}
 
@@ -105,6 +107,21 @@ def test_weights_that_are_trained_are_not_the_ones_that_are_sampled_from(tiny_di
     assert hosted.served.embedding.equal(hosted.policy.model.embedding)
     frozen = {**config, "policies": {"policy": {"model": "tiny", "trainable": False}}, "trainer": ASYNCHRONOUS}
     assert not Engine.boot(Boot(frozen, str(tiny_dir.parent), str(tmp_path / "frozen"))).is_asynchronous
+
+
+def test_no_update_begins_before_the_sampler_has_the_weights_of_the_one_before(tiny_dir: Path, tmp_path: Path) -> None:
+    config = {"policies": {"policy": {"model": "tiny"}}, "num_threads": 1, "trainer": ASYNCHRONOUS}
+    engine = Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path)))
+    inbox: Inbox = SimpleQueue()
+    beside = Beside(engine, inbox)
+    for step in (1, 2):
+        beside.take(update(step))
+    for step in (1, 2):
+        done = inbox.get(timeout=60)
+        assert isinstance(done, Future)
+        # It comes behind whatever the thread was given.
+        assert beside._thread.submit(lambda: engine.step).result(60) == step
+        beside.finish(done)
 
 
 def test_a_reply_that_runs_goes_on_under_the_new_weights(tmp_path: Path, gate: Gate) -> None:
