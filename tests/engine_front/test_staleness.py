@@ -156,7 +156,7 @@ def test_saves_and_exports_during_an_update_hold_the_weights_after_it(tmp_path: 
         gate.open()
         saved, exported = Path(saving.result(60)), Path(exporting.result(60))
     assert saved.name == "step-000001"
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (saved, exported)]
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (saved / "policy", exported)]
     assert weights == [trained_from_journal(tmp_path / "run", tmp_path / "aside", CONFIG)[1]] * 2
 
 
@@ -193,7 +193,7 @@ def test_episodes_that_wait_for_a_later_batch_survive_a_kill_during_an_update(tm
             batches = [batch["episode_ids"] for batch in payloads(client, "batch")]
             assert [step["step"] for step in payloads(client, "step")] == [1, 2, 3]
         assert batches == [first, second, [third, fourth]]
-        weights = (saved / "model.safetensors").read_bytes()
+        weights = (saved / "policy" / "model.safetensors").read_bytes()
         assert trained_from_journal(run_dir, tmp_path / "aside", CONFIG) == (3, weights)
     finally:
         served.stop(signal.SIGKILL)

@@ -37,9 +37,10 @@ def update(step: int) -> Update:
     return Update(BatchRecord(step, tuple(episode.episode_id for episode in batch), step), tuple(batch))
 
 
-def weights_of(folder: str | Path | None) -> str:
-    assert folder is not None
-    return hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).hexdigest()
+def weights_of(saved: Saved) -> str:
+    """Of a checkpoint or of an export."""
+    (file,) = Path(saved.path or "").rglob("model.safetensors")
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @pytest.fixture
@@ -84,9 +85,9 @@ def test_replies_are_sampled_while_an_update_is_held_and_saves_wait_for_it(
     config = {"policies": {"policy": {"model": "tiny"}}, "num_threads": 1}
     plain = Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path / "plain")))
     plain.update(update(1))
-    assert weights_of(plain.save(Save()).path) == weights_of(saved.path)
+    assert weights_of(plain.save(Save())) == weights_of(saved)
     plain.update(update(2))
-    assert weights_of(plain.save(Save()).path) == weights_of(exported.path)
+    assert weights_of(plain.save(Save())) == weights_of(exported)
 
 
 def test_weights_that_are_trained_are_not_the_ones_that_are_sampled_from(tiny_dir: Path, tmp_path: Path) -> None:
@@ -107,6 +108,21 @@ def test_weights_that_are_trained_are_not_the_ones_that_are_sampled_from(tiny_di
     assert hosted.served.embedding.equal(hosted.policy.model.embedding)
     frozen = {**config, "policies": {"policy": {"model": "tiny", "trainable": False}}, "trainer": ASYNCHRONOUS}
     assert not Engine.boot(Boot(frozen, str(tiny_dir.parent), str(tmp_path / "frozen"))).is_asynchronous
+
+
+def test_a_copy_is_of_what_is_trained_alone(tiny_dir: Path, tmp_path: Path) -> None:
+    config = {"policies": {"policy": {"model": "tiny", "lora": {}}}, "num_threads": 1, "trainer": ASYNCHRONOUS}
+    engine = Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path)))
+    hosted = engine.policies["policy"]
+    weights = [dict(model.named_parameters()) for model in (hosted.served, hosted.policy.model)]
+    for step in (1, 2):  # at first B is zero, and A has no gradient
+        engine.train(update(step))
+    for name, served in weights[0].items():
+        trained = weights[1][name]
+        assert (served is trained) == (not trained.requires_grad), name
+        assert served.equal(trained) == (not trained.requires_grad), name
+    engine.serve_weights()
+    assert all(served.equal(weights[1][name]) for name, served in weights[0].items())
 
 
 def test_no_update_begins_before_the_sampler_has_the_weights_of_the_one_before(tiny_dir: Path, tmp_path: Path) -> None:
