@@ -23,6 +23,15 @@ class SamplerBackend(StrEnum):
     TORCH = "torch"
     SCRIPTED = "scripted"
     """Plays given replies as real token ids with the model's true log-probabilities."""
+    VLLM = "vllm"
+    """vLLM in a process and an environment of its own, see docs/vllm.md."""
+
+
+class VllmDtype(StrEnum):
+    """What vLLM computes in; the trainer's weights are float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
 
 
 class Algorithm(StrEnum):
@@ -128,6 +137,23 @@ class SamplerConfig(Frozen):
     """Requests decoded side by side; more wait their turn."""
     max_tokens: int = Field(512, ge=1)
     """Tokens of a reply where the request sets no limit; the context's rest bounds it too."""
+    vllm_dtype: VllmDtype | None = None
+    """None takes float32."""
+    vllm_kv_gib: float | None = Field(None, gt=0)
+    """GiB for keys and values; None takes what `max_running` whole contexts need, 4 at most."""
+    vllm_eager: bool | None = None
+    """Run the model as it is; False compiles it at the start, which takes minutes. None is yes."""
+
+    @model_validator(mode="after")
+    def _only_vllm_reads_its_knobs(self) -> Self:
+        for name in ("vllm_dtype", "vllm_kv_gib", "vllm_eager"):
+            value = getattr(self, name)
+            if value is not None and self.backend is not SamplerBackend.VLLM:
+                raise ValueError(
+                    f"sampler.{name} is {value}, but backend {self.backend} does not read it; leave {name} out, or set "
+                    "backend to 'vllm'"
+                )
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,6 +478,14 @@ class EngineConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _lockstep_is_ours(self) -> Self:
+        if self.lockstep and self.sampler.backend is SamplerBackend.VLLM:
+            raise ValueError(
+                "lockstep is true, but vLLM computes calls together, so their numbers depend on each other; leave "
+                "lockstep out, or set sampler.backend to 'torch'"
+            )
+        return self
+
     def _policies_have_names(self) -> Self:
         if not self.policies:
             raise ValueError('policies names none; name one at least, as in {"policy": {"model": "nano-tictactoe"}}')

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from swarm_engine.config import EngineConfig, LoraConfig, PolicyConfig
+from swarm_engine.config import EngineConfig, LoraConfig, PolicyConfig, SamplerBackend
 from swarm_engine.errors import ModelError
 from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder
@@ -19,6 +19,7 @@ from swarm_engine.sampler import Reply, Sampler
 from swarm_engine.sampler.agreement import Probe, check_agreement
 from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
+from swarm_engine.sampler.vllm_link import VllmSampler
 from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.parts import part_of
 from swarm_engine.trainer.trainer import Trainer, frozen_copy
@@ -94,16 +95,25 @@ class HostedPolicy:
     trainer: Trainer | None
     """None where it is frozen."""
     sampler: Sampler
-    probe: Probe
+    probe: Probe | None
+    """None where the sampler proves by itself that it has the trainer's weights."""
+    goes_on: bool
+    """Whether its sampler, on weights of its own, goes on while an update runs."""
 
     @staticmethod
-    def serve(name: str, policy: LoadedPolicy, trainer: Trainer | None, config: EngineConfig) -> HostedPolicy:
+    def serve(
+        name: str, policy: LoadedPolicy, trainer: Trainer | None, config: EngineConfig, wake: Callable[[], None]
+    ) -> HostedPolicy:
         """Begin to sample from weights that are as they shall be.
 
         Raises:
             WorkerError: sampler and trainer disagree about them.
         """
         has_copy = config.trainer.is_asynchronous and trainer is not None
+        version = trainer.step if trainer else 0
+        if config.sampler.backend is SamplerBackend.VLLM:
+            vllm = VllmSampler.start(policy, config.sampler, version=version, wake=wake)
+            return HostedPolicy(name, policy, policy.model, trainer, vllm, None, goes_on=has_copy)
         served = frozen_copy(policy.model) if has_copy else policy.model
         sampler = SlotSampler(
             served,
@@ -111,12 +121,12 @@ class HostedPolicy:
             backend=config.sampler.backend,
             max_running=config.sampler.max_running,
             is_lockstep=config.lockstep,
-            version=trainer.step if trainer else 0,
+            version=version,
             grammars=Grammars(policy.tokenizer_dir, policy.model.config.vocab_size, policy.end_ids),
         )
         check_agreement(policy, config.lockstep)
         probe = Probe(name, policy, sampler, config.sampler.backend)
-        return HostedPolicy(name, policy, served, trainer, sampler, probe)
+        return HostedPolicy(name, policy, served, trainer, sampler, probe, goes_on=has_copy)
 
     @property
     def has_copy(self) -> bool:
@@ -152,7 +162,10 @@ class HostedPolicy:
             for served, trained in zip(self.served.parameters(), self.policy.model.parameters(), strict=True):
                 if trained.requires_grad:  # the others are shared
                     served.copy_(trained)
-        replies = self.probe.take(self.sampler.weights_changed(self.version))
+        replies = self.sampler.weights_changed(self.version)
+        if self.probe is None:
+            return replies
+        replies = self.probe.take(replies)
         self.probe.begin(self.version)
         return replies
 
@@ -162,4 +175,5 @@ class HostedPolicy:
         Raises:
             WorkerError: after an update, the sampler has other weights than the trainer.
         """
-        return self.probe.take(self.sampler.step())
+        replies = self.sampler.step()
+        return replies if self.probe is None else self.probe.take(replies)

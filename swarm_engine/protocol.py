@@ -11,7 +11,9 @@ promise, so the connection ends.
 
 from __future__ import annotations
 
+import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,6 +22,7 @@ from pydantic import Field, TypeAdapter
 from swarm_engine.types import BatchRecord, Episode, FinishReason, SamplingParams
 
 MAX_FRAME_BYTES = 1 << 30
+RECEIVE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +220,11 @@ def unframe(buffer: bytearray) -> list[bytes]:
         offset += 4 + length
     del buffer[:offset]
     return messages
+
+
+def read_frames(line: socket.socket) -> Iterator[bytes]:
+    """Every message of a line as it comes in, until the other end closes it."""
+    buffer = bytearray()
+    while chunk := line.recv(RECEIVE_BYTES):
+        buffer += chunk
+        yield from unframe(buffer)

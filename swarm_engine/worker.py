@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ from swarm_engine.protocol import (
     frame,
     from_front,
     from_worker,
-    unframe,
+    read_frames,
 )
 from swarm_engine.trainer.checkpoints import CheckpointFolder, TrainedWeights, load_checkpoint
 from swarm_engine.trainer.parts import combined
@@ -60,14 +60,12 @@ from swarm_engine.trainer.trainer import Trainer
 
 Question = Boot | Generate | Cancel | Update | Save | Export | Stop
 Answer = Booted | Sampled | Finished | Rejected | Updated | Saved | Failed
-Inbox = queue.SimpleQueue[Question | Future[Updated | Saved]]
-"""What is asked, and the answers of the thread that trains."""
+Inbox = queue.SimpleQueue[Question | Future[Updated | Saved] | None]
+"""What is asked, the answers of the thread that trains, and None where a sampler in another process has replies."""
 
 ONE_THREAD_PARAMETERS = 10_000_000
 """Models up to this size run on one thread: on two cores that others use too, a second thread was measured to make a
 model of 0.44 million parameters ten times slower, for threads then wait for each other at every small matrix."""
-
-RECEIVE_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +80,12 @@ class Engine:
     """Updates in the weights of every policy that is trained."""
 
     @staticmethod
-    def boot(boot: Boot) -> Engine:
+    def boot(boot: Boot, wake: Callable[[], None] = lambda: None) -> Engine:
         """Load the policies, from the newest whole checkpoint where there is one.
+
+        Args:
+            boot: what the front asked for.
+            wake: called from any thread when a sampler that computes in another process has replies.
 
         Raises:
             ModelError: a model can't be found or run, or the checkpoint is of another one.
@@ -112,7 +114,7 @@ class Engine:
                 trainer.step = checkpoint.step
             log.info("%s: going on from %s", ", ".join(trainers), checkpoint.path)
         policies = {
-            name: HostedPolicy.serve(name, policy, trainers.get(name), config) for name, policy in loaded.items()
+            name: HostedPolicy.serve(name, policy, trainers.get(name), config, wake) for name, policy in loaded.items()
         }
         return Engine(policies, checkpoints, checkpoint.step if checkpoint else 0)
 
@@ -129,7 +131,7 @@ class Engine:
     @property
     def is_asynchronous(self) -> bool:
         """Whether the samplers have weights of their own, so that an update disturbs none of their steps."""
-        return any(policy.has_copy for policy in self.policies.values())
+        return any(policy.goes_on for policy in self.policies.values())
 
     def ready(self) -> Booted:
         """What the front needs to know."""
@@ -230,13 +232,15 @@ def serve(line: socket.socket) -> None:
     if isinstance(boot, Stop):
         return
     assert isinstance(boot, Boot), boot
-    engine = Engine.boot(boot)
+    engine = Engine.boot(boot, wake=lambda: inbox.put(None))
     beside = Beside(engine, inbox) if engine.is_asynchronous else None
     _send(line, [engine.ready()])
     while True:
         for question in _take(inbox, must_wait=engine.is_idle):
             match question:
                 case Stop():
+                    for policy in engine.policies.values():
+                        policy.sampler.close()
                     return
                 case Future():
                     assert beside is not None
@@ -317,22 +321,19 @@ class Beside:
 
 
 def _take(inbox: Inbox, *, must_wait: bool) -> list[Question | Future[Updated | Saved]]:
-    """Everything that came since the last look; at least one thing where there is nothing else to do."""
-    questions = [inbox.get()] if must_wait else []
+    """Everything that came since the last look. Where there is nothing else to do, wait for something."""
+    found = [inbox.get()] if must_wait else []
     while not inbox.empty():
-        questions.append(inbox.get())
-    return questions
+        found.append(inbox.get())
+    return [question for question in found if question is not None]
 
 
 def _read(line: socket.socket, inbox: Inbox) -> None:
     """Read questions until the line breaks, which ends the process at once: nothing here outlives its front, and what
     is on disk is whole at any moment."""
-    buffer = bytearray()
     try:
-        while chunk := line.recv(RECEIVE_BYTES):
-            buffer += chunk
-            for message in unframe(buffer):
-                inbox.put(from_front.validate_json(message))
+        for message in read_frames(line):
+            inbox.put(from_front.validate_json(message))
     except (OSError, ValidationError) as error:
         log.error("the line to the front broke: %s", error)
     leave(0)

@@ -2,7 +2,7 @@
 
 A sampler is a state machine without threads or clocks: requests come and go between two steps, and every step samples
 at most one token for each running request. It speaks in the messages of `swarm_engine.protocol`, so that a worker only
-passes them on.
+passes them on. One that computes in another process gives what came from there, and wakes the worker when it comes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Sampler(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """No request waits or runs, so that `step` would do nothing."""
+        """`step` would do nothing: no request waits or runs here, and no reply has come in."""
         ...
 
     def submit(self, request: Generate) -> list[Reply]:
@@ -37,4 +37,8 @@ class Sampler(Protocol):
     def weights_changed(self, version: int) -> list[Reply]:
         """The policy's weights are now those of `version`: forget everything computed from the old ones. Returns the
         tokens sampled under those and not reported yet."""
+        ...
+
+    def close(self) -> None:
+        """End what runs outside this process; called once, last."""
         ...

@@ -31,6 +31,7 @@ from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.cache import KeyValueCache
 from swarm_engine.sampler.grammar import Constraint, Grammars
+from swarm_engine.sampler.requests import refusal_of
 from swarm_engine.sampler.sampling import choose, likeliest, uniforms
 from swarm_engine.types import FinishReason
 
@@ -119,11 +120,9 @@ class SlotSampler:
 
     def submit(self, request: Generate) -> list[Reply]:
         """Take a request; one that can't be served is rejected with what it gave, the limit and the way out."""
-        vocab_size = self._model.config.vocab_size
-        for param, ids in (("prompt", request.prompt_ids), ("script", request.script or ())):
-            if (strange := next((token for token in ids if not 0 <= token < vocab_size), None)) is not None:
-                why = f"token id {strange} is outside the vocabulary of {vocab_size}"
-                return [Rejected(request.request_id, why, param)]
+        refusal = refusal_of(request, self._model.config.vocab_size, self._max_context)
+        if refusal is not None:
+            return [refusal]
         problem = self._problem(request)
         if problem is not None:
             return [Rejected(request.request_id, problem)]
@@ -158,22 +157,11 @@ class SlotSampler:
         self._prefill(stretches)
         return replies
 
+    def close(self) -> None:
+        """Nothing runs outside this process."""
+
     def _problem(self, request: Generate) -> str | None:
-        """Why a request can't be served; None where it can."""
-        prompt, vocab_size = request.prompt_ids, self._model.config.vocab_size
-        if not prompt:
-            return "the prompt is empty; give at least one token"
-        if len(prompt) >= self._max_context:
-            return (
-                f"the prompt has {len(prompt)} tokens, the context of policy {request.policy!r} holds "
-                f"{self._max_context}, reply included; shorten the conversation"
-            )
-        if request.params.max_tokens < 1:
-            return f"max_tokens is {request.params.max_tokens}; it must be at least 1"
-        if not 0 <= request.params.temperature < float("inf"):
-            return f"temperature is {request.params.temperature}; it must be finite and at least 0"
-        if not 0 <= request.params.top_logprobs <= vocab_size:
-            return f"top_logprobs is {request.params.top_logprobs}; it must be from 0 to the vocabulary's {vocab_size}"
+        """Why a request can't be served by this backend; None where it can."""
         if self._backend is SamplerBackend.SCRIPTED and not request.script:
             return "the scripted sampler got no script to play; give one, or set sampler.backend to 'torch'"
         if self._backend is not SamplerBackend.SCRIPTED and request.script is not None:

@@ -1,0 +1,87 @@
+"""What the worker and its vLLM process say to each other, in the frames of `swarm_engine.protocol`.
+
+The worker starts the process, which inherits one end of a socket pair and a piece of shared memory as large as the
+weights, and ends when the line does. `LoadModel` comes first and makes the engine, its weights still noise; then and
+after every update the worker writes the weights into the shared memory and says `LoadWeights`. Requests and replies are
+those of the front: `Generate`, `Cancel`, `Sampled`, `Finished`, `Rejected`.
+
+An adapter (LoRA) would be a message beside `LoadWeights`, with places of its own in the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from swarm_engine.protocol import Cancel, Failed, Finished, Generate, Rejected, Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlace:
+    """Where one weight lies in the shared memory."""
+
+    name: str
+    """That of a Hugging Face checkpoint."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadModel:
+    """Make the engine. Answered by `Ready` or `Failed`."""
+
+    config_json: dict[str, Any]
+    """`config.json` of a Hugging Face checkpoint."""
+    places: tuple[WeightPlace, ...]
+    dtype: str
+    """Of the weights and of the computation, as torch names it: `float32`, `bfloat16`."""
+    tokenizer_dir: str
+    """For grammars."""
+    end_ids: tuple[int, ...]
+    max_context: int
+    max_running: int
+    kv_bytes: int
+    is_eager: bool
+    type: Literal["load_model"] = "load_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine waits for weights."""
+
+    type: Literal["ready"] = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """The shared memory holds the weights of `version`. Answered by `WeightsLoaded`, with every token sampled under the
+    old ones before it; what runs goes on, its keys and values computed again."""
+
+    version: int
+    type: Literal["load_weights"] = "load_weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A request of the worker's own, whose reply no end token ends. Answered as `Generate` is."""
+
+    request: Generate
+    type: Literal["probe"] = "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLoaded:
+    """The memory may be written again, and every later token is of `version`."""
+
+    version: int
+    type: Literal["weights_loaded"] = "weights_loaded"
+
+
+ToVllm = LoadModel | LoadWeights | Probe | Generate | Cancel
+FromVllm = Ready | WeightsLoaded | Sampled | Finished | Rejected | Failed
+
+to_vllm: TypeAdapter[ToVllm] = TypeAdapter(Annotated[ToVllm, Field(discriminator="type")])
+from_vllm: TypeAdapter[FromVllm] = TypeAdapter(Annotated[FromVllm, Field(discriminator="type")])
