@@ -131,7 +131,6 @@ class VllmSampler:
         *,
         version: int,
         wake: Callable[[], None],
-        launch: Sequence[str] = ("-P", "-c", LAUNCH, str(Path(swarm_engine.__file__).parent.parent)),
     ) -> VllmSampler:
         """Start vLLM, give it the weights and prove that it samples from them.
 
@@ -140,7 +139,6 @@ class VllmSampler:
             config: with backend `vllm`.
             version: of the weights.
             wake: called from another thread whenever `step` has something to give.
-            launch: arguments of the interpreter before `--line` and `--memory`.
 
         Raises:
             WorkerError: vLLM could not be started, ended, or disagrees with the trainer.
@@ -150,21 +148,24 @@ class VllmSampler:
         memory = new_memory(size)
         ours, theirs = socket.socketpair()
         python = os.environ.get(PYTHON_VARIABLE) or sys.executable
+        home = str(Path(swarm_engine.__file__).parent.parent)
         try:
             with theirs:
                 process = subprocess.Popen(
-                    [python, *launch, "--line", str(theirs.fileno()), "--memory", str(memory)],
+                    [python, "-P", "-c", LAUNCH, home, "--line", str(theirs.fileno()), "--memory", str(memory)],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), memory),
                     env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
                 )
         except OSError as error:
             ours.close()
+            os.close(memory)
             raise WorkerError(
                 f"{python} can't be run: {error.strerror}",
                 f"name the interpreter of the environment that has vLLM in {PYTHON_VARIABLE}",
             ) from error
         sampler = VllmSampler(policy, dtype, process, ours, memory)
+        os.close(memory)
         threading.Thread(target=sampler._read, args=(wake,), daemon=True).start()
         sampler._send(
             LoadModel(
@@ -179,8 +180,12 @@ class VllmSampler:
                 is_eager=config.vllm_eager is not False,
             )
         )
-        sampler._await(Ready)
-        sampler._unreported += sampler.weights_changed(version)
+        try:
+            sampler._await(Ready)
+            sampler.weights_changed(version)
+        except WorkerError:
+            sampler.close()
+            raise
         return sampler
 
     @property
@@ -317,6 +322,7 @@ class VllmSampler:
                 wake()
         except (OSError, ValidationError) as error:
             log.error("the line to vLLM broke: %s", error)
+        self._line.close()
         self._received.put(None)
         wake()
 
