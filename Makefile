@@ -11,12 +11,15 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 FRAMEWORKS := $(VENV)-frameworks
+VLLM := $(VENV)-vllm
 
-.PHONY: install frameworks research test test-heavy check format clean
+.PHONY: install frameworks vllm research test test-heavy check format clean
 
 install: $(VENV)/installed-engine
 
 frameworks: $(FRAMEWORKS)/installed
+
+vllm: $(VLLM)/installed
 
 research: $(VENV)/installed-engine
 	$(BIN)/a3r research --yes "$(QUESTION)"
@@ -27,11 +30,14 @@ test: $(VENV)/installed-dev
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not heavy and not gpu" $(TESTS)
 
-# What needs more than the core environment: a PostgreSQL server (Debian's package, installed where it is missing), and
-# agents in the frameworks that people use, in an environment of their own.
-test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed
+# What needs more than the core environment: a PostgreSQL server (Debian's package, installed where it is missing),
+# agents in the frameworks that people use, and vLLM, each in an environment of its own. vLLM's has an older transformers,
+# so what depends on that runs there too.
+test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed $(VLLM)/installed
 	OMP_NUM_THREADS=1 scripts/with_postgres $(BIN)/pytest -m heavy tests/experiments_db
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks
+	A3R_VLLM_PYTHON=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m heavy tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engine_worker/test_models.py tests/engine_worker/test_tree.py
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -44,7 +50,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(VLLM) build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -64,4 +70,14 @@ $(FRAMEWORKS)/installed: pyproject.toml constraints-frameworks.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint constraints-frameworks.txt --editable ".[engine,frameworks,dev]"
+	@touch $@
+
+# The list is whole, so nothing is looked up but PyTorch's own needs, which are others for a CUDA build.
+$(VLLM)/installed: constraints-vllm.txt
+	@echo "Installing vLLM into $(VLLM): 3.4 GB."
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints-vllm.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--no-deps --requirement constraints-vllm.txt
 	@touch $@

@@ -25,7 +25,6 @@ from typing import TypeVar
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 import swarm_engine
 from swarm_engine.config import SamplerConfig, VllmDtype
@@ -39,7 +38,6 @@ from swarm_engine.sampler.vllm_messages import (
     FromVllm,
     LoadModel,
     LoadWeights,
-    Probe,
     Ready,
     ToVllm,
     WeightPlace,
@@ -116,7 +114,7 @@ class VllmSampler:
         self._dtype = dtype
         self._process = process
         self._line = line
-        weights = dict(policy.model.named_weights())
+        weights = dict(policy.model.merged_weights())
         self._places, _ = plan_places(weights, self._torch_dtype)
         self._views = dict(views(memory, self._places, self._torch_dtype))
         self._received: queue.SimpleQueue[FromVllm | None] = queue.SimpleQueue()
@@ -144,7 +142,7 @@ class VllmSampler:
             WorkerError: vLLM could not be started, ended, or disagrees with the trainer.
         """
         dtype = config.vllm_dtype or VllmDtype.FLOAT32
-        places, size = plan_places(dict(policy.model.named_weights()), getattr(torch, dtype))
+        places, size = plan_places(dict(policy.model.merged_weights()), getattr(torch, dtype))
         memory = new_memory(size)
         ours, theirs = socket.socketpair()
         python = os.environ.get(PYTHON_VARIABLE) or sys.executable
@@ -230,11 +228,12 @@ class VllmSampler:
         Raises:
             WorkerError: it ended, or samples from other weights.
         """
-        for name, weight in self._policy.model.named_weights():
+        for name, weight in self._policy.model.merged_weights():
             self._views[name].copy_(weight)
-        self._send(LoadWeights(version))
+        probes = self._probes()
+        self._send(LoadWeights(version, probes))
         before = self._await(WeightsLoaded)
-        self._probe()
+        self._check(probes)
         return before
 
     def close(self) -> None:
@@ -243,27 +242,42 @@ class VllmSampler:
             self._line.shutdown(socket.SHUT_RDWR)
         self._exit_code()
 
-    def _probe(self) -> None:
-        """Compare the log-probabilities of two replies with the trainer's. The second prompt goes on from the first,
-        and both are the same at every update, so that a prefix which survived it would show."""
-        model = self._policy.model
+    def _probes(self) -> tuple[Generate, ...]:
+        """Requests whose log-probabilities the trainer can check. They are the same at every update, so that a prefix
+        which survived it would show."""
         draw = torch.Generator().manual_seed(derive_seed("probe"))
         length = min(PROBE_TOKENS, self._policy.max_context)
-        tokens = tuple(torch.randint(model.config.vocab_size, (length,), generator=draw).tolist())
+        tokens = tuple(torch.randint(self._policy.model.config.vocab_size, (length,), generator=draw).tolist())
         reply = max(1, min(PROBE_REPLY, length // 4))
-        differences: list[Tensor] = []
-        for number, temperature in enumerate(PROBE_TEMPERATURES):
-            prompt = tokens[: (length // 2 if number == 0 else length - reply)]
-            params = SamplingParams(max_tokens=reply, temperature=temperature, seed=number)
-            found = self._sample_now(Generate(f"probe-{number}", "", prompt, params))
-            sampled = [token for one in found for token in one.token_ids]
-            places = tuple(range(len(prompt), len(prompt) + len(sampled)))
-            row = Row((*prompt, *sampled), places, (temperature,) * len(sampled))
-            with torch.no_grad():
-                trained_N = score(model, [row]).logprobs_N
-            logprobs = [logprob for one in found for logprob in one.logprobs]
-            differences.append((torch.tensor(logprobs, dtype=trained_N.dtype) - trained_N).abs())
-        difference_N = torch.cat(differences)
+        return tuple(
+            Generate(
+                f"probe-{number}",
+                "",
+                tokens[: max(1, length // 2 if number == 0 else length - reply)],
+                SamplingParams(reply, temperature, seed=number),
+                is_streamed=False,
+            )
+            for number, temperature in enumerate(PROBE_TEMPERATURES)
+        )
+
+    def _check(self, probes: Sequence[Generate]) -> None:
+        """Compare the log-probabilities of the probes' replies with the trainer's.
+
+        Raises:
+            WorkerError: they differ by more than rounding, so that every ratio of every update would be wrong.
+        """
+        replies = self._replies_to(probes)
+        logprobs: list[float] = []
+        rows: list[Row] = []
+        for probe in probes:
+            sampled = replies[probe.request_id]
+            places = range(len(probe.prompt_ids), len(probe.prompt_ids) + len(sampled.token_ids))
+            temperatures = (probe.params.temperature,) * len(places)
+            rows.append(Row(probe.prompt_ids + sampled.token_ids, tuple(places), temperatures))
+            logprobs += sampled.logprobs
+        with torch.no_grad():
+            trained_N = score(self._policy.model, rows).logprobs_N
+        difference_N = (torch.tensor(logprobs, dtype=trained_N.dtype) - trained_N).abs()
         mean, most = float(difference_N.mean()), float(difference_N.max())
         mean_limit, max_limit = AGREEMENT[self._dtype]
         if not (mean <= mean_limit and most <= max_limit):
@@ -274,20 +288,21 @@ class VllmSampler:
             )
         log.info("vLLM and the trainer differ by %.1e nats about a token on average, %.1e at most", mean, most)
 
-    def _sample_now(self, request: Generate) -> list[Sampled]:
-        """The reply to a request of our own; those of others wait."""
-        self._send(Probe(request))
-        found: list[Sampled] = []
-        while True:
-            match reply := self._next_reply():
-                case Sampled() if reply.request_id == request.request_id:
-                    found.append(reply)
-                case Finished() if reply.request_id == request.request_id:
-                    return found
-                case Rejected() if reply.request_id == request.request_id:
-                    raise WorkerError(f"vLLM can't sample from the policy: {reply.message}")
-                case _:
-                    self._unreported.append(reply)
+    def _replies_to(self, probes: Sequence[Generate]) -> dict[str, Sampled]:
+        """The replies to requests of our own, by id; those to others wait."""
+        waited_for = {probe.request_id for probe in probes}
+        found: dict[str, Sampled] = {}
+        while waited_for:
+            reply = self._next_reply()
+            if reply.request_id not in waited_for:
+                self._unreported.append(reply)
+            elif isinstance(reply, Sampled):
+                found[reply.request_id] = reply
+            elif isinstance(reply, Rejected):
+                raise WorkerError(f"vLLM can't sample from the policy: {reply.message}")
+            else:
+                waited_for.remove(reply.request_id)
+        return found
 
     def _await(self, kind: type[Message]) -> list[Reply]:
         """Wait for a message; the replies before it."""

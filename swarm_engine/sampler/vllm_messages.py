@@ -61,15 +61,9 @@ class LoadWeights:
     old ones before it; what runs goes on, its keys and values computed again."""
 
     version: int
+    probes: tuple[Generate, ...]
+    """Requests of the worker's own, sampled before any other under the new weights; no end token ends their replies."""
     type: Literal["load_weights"] = "load_weights"
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A request of the worker's own, whose reply no end token ends. Answered as `Generate` is."""
-
-    request: Generate
-    type: Literal["probe"] = "probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +74,7 @@ class WeightsLoaded:
     type: Literal["weights_loaded"] = "weights_loaded"
 
 
-ToVllm = LoadModel | LoadWeights | Probe | Generate | Cancel
+ToVllm = LoadModel | LoadWeights | Generate | Cancel
 FromVllm = Ready | WeightsLoaded | Sampled | Finished | Rejected | Failed
 
 to_vllm: TypeAdapter[ToVllm] = TypeAdapter(Annotated[ToVllm, Field(discriminator="type")])

@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -35,7 +36,6 @@ from swarm_engine.sampler.vllm_messages import (
     FromVllm,
     LoadModel,
     LoadWeights,
-    Probe,
     Ready,
     ToVllm,
     WeightsLoaded,
@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of keys and values on a CPU, the least that its kernels take; vLLM's own 128 would share no prefix
 shorter than that."""
+PROBE_PRIORITY = -1
+"""The lower comes first; that of other requests is 0."""
+MIN_LLGUIDANCE = (1, 9)
+"""1.7, which vLLM asks for, does not know the bound on white space in forms."""
 MAX_SEED = (1 << 63) - 1
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -121,12 +125,10 @@ class Host:
         match question:
             case Generate():
                 return list(self._submit(question, self._model.end_ids))
-            case Probe(request):
-                return list(self._submit(request, ()))
             case Cancel():
                 return list(self._cancel(question.request_id))
             case LoadWeights():
-                return self._load_weights(question.version)
+                return self._load_weights(question)
             case LoadModel():
                 raise AssertionError("a model was given twice")
             case _:
@@ -151,7 +153,7 @@ class Host:
                 replies += running.report(self._version)
         return replies
 
-    def _submit(self, request: Generate, end_ids: Sequence[int]) -> list[Reply]:
+    def _submit(self, request: Generate, end_ids: Sequence[int], priority: int = 0) -> list[Reply]:
         from vllm.exceptions import VLLMValidationError
         from vllm.inputs.engine import tokens_input
 
@@ -159,12 +161,13 @@ class Host:
             from swarm_engine.sampler.vllm_grammar import Follower
 
             try:
+                check_llguidance(version("llguidance"))
                 self._followers[request.request_id] = Follower(self._grammars.start(request.grammar))
             except BadRequestError as error:
                 return [Rejected(request.request_id, str(error))]
         prompt = tokens_input(list(request.prompt_ids))
         try:
-            self._engine.add_request(request.request_id, prompt, self._params(request, end_ids))
+            self._engine.add_request(request.request_id, prompt, self._params(request, end_ids), priority=priority)
         except (VLLMValidationError, ValueError) as error:
             self._forget(request.request_id)
             return [Rejected(request.request_id, f"vLLM refuses the request: {error}")]
@@ -198,7 +201,7 @@ class Host:
         self._drop(request_id)
         return [*running.report(self._version), Finished(request_id, FinishReason.CANCELLED)]
 
-    def _load_weights(self, version: int) -> list[FromVllm]:
+    def _load_weights(self, load: LoadWeights) -> list[FromVllm]:
         """Take the weights that lie in the memory. What runs is computed again from its tokens, and no prefix of the
         old weights is left."""
         reports: list[FromVllm] = [one for running in self._running.values() for one in running.report(self._version)]
@@ -206,8 +209,10 @@ class Host:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self._engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM kept prefixes of the old weights")
-        self._version = version
-        return [*reports, WeightsLoaded(version)]
+        self._version = load.version
+        # What ran waits again now, so those of the higher priority get a place at once.
+        refused = [reply for probe in load.probes for reply in self._submit(probe, (), PROBE_PRIORITY)]
+        return [*reports, WeightsLoaded(load.version), *refused]
 
     def _drop(self, request_id: str) -> None:
         self._engine.abort_request([request_id])
@@ -216,6 +221,19 @@ class Host:
     def _forget(self, request_id: str) -> None:
         self._running.pop(request_id, None)
         self._followers.pop(request_id, None)
+
+
+def check_llguidance(found: str) -> None:
+    """See that grammars mean here what they mean to the front, which has the version that the engine asks for.
+
+    Raises:
+        BadRequestError: the version found is too old.
+    """
+    if tuple(int(part) for part in found.split(".")[:2]) < MIN_LLGUIDANCE:
+        raise BadRequestError(
+            f"the environment of vLLM has llguidance {found}, which reads grammars otherwise than the engine's",
+            "install llguidance 1.9 there with --no-deps; vLLM itself does not use it here",
+        )
 
 
 def _make_engine(model: LoadModel, vocab_size: int, followers: dict[str, Follower]) -> LLMEngine:
@@ -245,6 +263,7 @@ def _make_engine(model: LoadModel, vocab_size: int, followers: dict[str, Followe
             distributed_executor_backend="uni",
             async_scheduling=False,
             enable_prefix_caching=True,
+            scheduling_policy="priority",
             disable_log_stats=True,
         )
         return LLMEngine.from_engine_args(arguments)

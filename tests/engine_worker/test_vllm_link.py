@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from driven_sampler import Driven, ask, num_ended
 from episodes import conversations
 from fake_vllm import fake_vllm
 from pydantic import ValidationError
@@ -24,47 +24,16 @@ from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
 
 from swarm_engine.config import EngineConfig, SamplerBackend, SamplerConfig, VllmDtype
-from swarm_engine.errors import WorkerError
+from swarm_engine.errors import BadRequestError, WorkerError
 from swarm_engine.models.loading import LoadedPolicy, load_policy
-from swarm_engine.protocol import Failed, Finished, Generate, Rejected, Sampled, Stop, Update, Updated
+from swarm_engine.protocol import Failed, Finished, Rejected, Sampled, Stop, Update, Updated
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.slots import SlotSampler
-from swarm_engine.sampler.vllm_link import PYTHON_VARIABLE, VllmSampler
-from swarm_engine.types import BatchRecord, FinishReason, SamplingParams
+from swarm_engine.sampler.vllm_link import PYTHON_VARIABLE
+from swarm_engine.types import BatchRecord, FinishReason
 
 CONFIG = SamplerConfig(backend=SamplerBackend.VLLM, max_running=8)
 WAIT_S = 60.0
-
-
-class Driven:
-    """A vLLM sampler and the worker's loop around it."""
-
-    def __init__(self, policy: LoadedPolicy, config: SamplerConfig = CONFIG, version: int = 0) -> None:
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.sampler = VllmSampler.start(policy, config, version=version, wake=lambda: self._wakes.put(None))
-
-    def until(self, is_enough: Callable[[list[Reply]], bool]) -> list[Reply]:
-        """Steps, each after a wake, until their replies are enough."""
-        replies: list[Reply] = []
-        while not is_enough(replies):
-            if self.sampler.is_idle:
-                self._wakes.get(timeout=WAIT_S)
-            replies += self.sampler.step()
-        return replies
-
-    def run(self, *requests: Generate) -> list[Reply]:
-        """Everything about some requests, until each has ended."""
-        refused = [reply for request in requests for reply in self.sampler.submit(request)]
-        return refused + self.until(lambda replies: num_ended(refused + replies) == len(requests))
-
-
-def num_ended(replies: list[Reply]) -> int:
-    return sum(isinstance(reply, Finished | Rejected) for reply in replies)
-
-
-def ask(name: str, max_tokens: int = 6, **fields: Any) -> Generate:
-    params = {key: fields.pop(key) for key in ("temperature", "seed", "top_logprobs") if key in fields}
-    return Generate(name, "policy", (5, 6, 7), SamplingParams(max_tokens, **{"seed": 1} | params), **fields)
 
 
 def pid_in(home: Path) -> int:
@@ -95,7 +64,7 @@ def shared(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     home, policy = tmp_path_factory.mktemp("fake"), load_policy(tiny_dir)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PYTHON_VARIABLE, str(fake_vllm(home)))
-        driven = Driven(policy)
+        driven = Driven(policy, CONFIG)
     yield driven, policy, home
     driven.sampler.close()
     assert not psutil.pid_exists(pid_in(home))
@@ -195,7 +164,7 @@ def test_a_process_that_keeps_the_old_weights_ends_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: LoadedPolicy
 ) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, str(fake_vllm(tmp_path / "fake", never_loads_after=1)))
-    driven = Driven(tiny)
+    driven = Driven(tiny, CONFIG)
     with torch.no_grad():
         tiny.model.blocks[1].down.mul_(1.05)
     driven.sampler.weights_changed(1)
@@ -207,7 +176,7 @@ def test_a_process_that_keeps_the_old_weights_ends_the_worker(
         tiny.model.blocks[1].down.fill_(float("nan"))
     fake_vllm(tmp_path / "fake")
     with pytest.raises(WorkerError, match=r"vLLM can't sample from the policy: .* weights are broken"):
-        Driven(tiny)
+        Driven(tiny, CONFIG)
     driven.sampler.close()
 
 
@@ -215,7 +184,7 @@ def test_a_head_that_keeps_the_old_weights_is_noticed(tmp_path: Path, monkeypatc
     """What vLLM does to a tied model that gets no `lm_head.weight`; here the model's head is of its own."""
     monkeypatch.setenv(PYTHON_VARIABLE, str(fake_vllm(tmp_path / "fake", keeps=["lm_head.weight"])))
     untied = load_policy(build_tiny_model(tmp_path / "untied", tie_word_embeddings=False))
-    driven = Driven(untied)
+    driven = Driven(untied, CONFIG)
     assert untied.model.head is not None
     with torch.no_grad():
         untied.model.head.add_(0.01 * torch.randn(untied.model.head.shape, generator=torch.Generator().manual_seed(0)))
@@ -229,17 +198,17 @@ def test_a_process_that_is_killed_or_gives_up_ends_the_worker_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: LoadedPolicy
 ) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, str(fake_vllm(tmp_path / "fake", dies_at="generate")))
-    driven = Driven(tiny)
+    driven = Driven(tiny, CONFIG)
     with pytest.raises(WorkerError, match=r"the vLLM process was killed by SIGKILL, .*worker.log"):
         driven.run(ask("a"))
     assert is_gone(pid_in(tmp_path / "fake"))
     assert driven.sampler.submit(ask("b")) == []
     fake_vllm(tmp_path / "fake", fails_at="load_weights")
     with pytest.raises(WorkerError, match="vLLM failed: out of memory"):
-        Driven(tiny)
+        Driven(tiny, CONFIG)
     fake_vllm(tmp_path / "fake", dies_at="load_model")
     with pytest.raises(WorkerError, match="was killed by SIGKILL"):
-        Driven(tiny)
+        Driven(tiny, CONFIG)
 
 
 def test_an_interpreter_that_is_not_there_or_has_no_vllm_is_named(
@@ -247,10 +216,10 @@ def test_an_interpreter_that_is_not_there_or_has_no_vllm_is_named(
 ) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
     with pytest.raises(WorkerError, match=r"/nowhere/python can't be run: No such file.*in A3R_VLLM_PYTHON"):
-        Driven(tiny)
+        Driven(tiny, CONFIG)
     monkeypatch.setenv(PYTHON_VARIABLE, "")
     with pytest.raises(WorkerError, match=f"{sys.executable} can't run vLLM: No module named 'vllm'.*A3R_VLLM_PYTHON"):
-        Driven(tiny)
+        Driven(tiny, CONFIG)
 
 
 VLLM = {"sampler": {"backend": "vllm"}}
@@ -334,3 +303,10 @@ def test_a_killed_process_fails_the_worker_and_a_killed_worker_leaves_none(home:
 def test_knobs_that_would_not_be_read_are_refused(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         EngineConfig.model_validate(config)
+
+
+def test_an_older_llguidance_takes_no_grammars() -> None:
+    check_llguidance("1.9.1")
+    check_llguidance("1.10.0")
+    with pytest.raises(BadRequestError, match=r"has llguidance 1\.7\.6, .*install llguidance 1\.9"):
+        check_llguidance("1.7.6")

@@ -54,7 +54,6 @@ def main() -> None:
     from swarm_engine.sampler.vllm_messages import (
         LoadModel,
         LoadWeights,
-        Probe,
         Ready,
         WeightsLoaded,
         from_vllm,
@@ -106,7 +105,7 @@ def main() -> None:
                     samplers["probes"] = SlotSampler(model, (), version=-1, is_lockstep=True)
                     kept: dict[str, torch.Tensor] = {}
                     send(Ready())
-                case LoadWeights(version):
+                case LoadWeights(version, probes):
                     if faults.never_loads_after is None or version <= faults.never_loads_after:
                         found = {name: view.clone() for name, view in views(arguments.memory, places, dtype)}
                         for name in faults.keeps:
@@ -115,8 +114,8 @@ def main() -> None:
                     for sampler in samplers.values():
                         send(*sampler.weights_changed(version))
                     send(WeightsLoaded(version))
-                case Probe(request):
-                    send(*samplers["probes"].submit(request))
+                    for probe in probes:
+                        send(*samplers["probes"].submit(probe))
                 case Generate():
                     send(*samplers["replies"].submit(message))
                 case Cancel(request_id):
