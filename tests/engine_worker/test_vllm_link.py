@@ -30,6 +30,7 @@ from swarm_engine.protocol import Failed, Finished, Rejected, Sampled, Stop, Upd
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.sampler.vllm_link import PYTHON_VARIABLE
+from swarm_engine.sampler.vllm_process import check_llguidance
 from swarm_engine.types import BatchRecord, FinishReason
 
 CONFIG = SamplerConfig(backend=SamplerBackend.VLLM, max_running=8)
