@@ -74,7 +74,7 @@ $(FRAMEWORKS)/installed: pyproject.toml constraints-frameworks.txt
 
 # The list is whole, so nothing is looked up but PyTorch's own needs, which are others for a CUDA build.
 $(VLLM)/installed: constraints-vllm.txt
-	@echo "Installing vLLM into $(VLLM): 3.4 GB."
+	@echo "Installing vLLM into $(VLLM): 2.5 GB."
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint constraints-vllm.txt torch
