@@ -12,14 +12,17 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 FRAMEWORKS := $(VENV)-frameworks
 VLLM := $(VENV)-vllm
+RAY := $(VENV)-ray
 
-.PHONY: install frameworks vllm research test test-heavy check format clean
+.PHONY: install frameworks vllm ray research test test-heavy check format clean
 
 install: $(VENV)/installed-engine
 
 frameworks: $(FRAMEWORKS)/installed
 
 vllm: $(VLLM)/installed
+
+ray: $(RAY)/installed
 
 research: $(VENV)/installed-engine
 	$(BIN)/a3r research --yes "$(QUESTION)"
@@ -31,13 +34,14 @@ test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not heavy and not gpu" $(TESTS)
 
 # What needs more than the core environment: a PostgreSQL server (Debian's package, installed where it is missing),
-# agents in the frameworks that people use, and vLLM, each in an environment of its own. vLLM's has an older transformers,
-# so what depends on that runs there too.
-test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed $(VLLM)/installed
+# agents in the frameworks that people use, vLLM, and a Ray cluster on this machine, the last three in environments of
+# their own. vLLM's has an older transformers, so what depends on that runs there too.
+test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed $(VLLM)/installed $(RAY)/installed
 	OMP_NUM_THREADS=1 scripts/with_postgres $(BIN)/pytest -m heavy tests/experiments_db
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks
 	A3R_VLLM_PYTHON=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m heavy tests/vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engine_worker/test_models.py tests/engine_worker/test_tree.py
+	OMP_NUM_THREADS=1 $(RAY)/bin/pytest -m heavy tests/ray
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -50,7 +54,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(VLLM) build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(VLLM) $(RAY) build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -80,4 +84,10 @@ $(VLLM)/installed: constraints-vllm.txt
 		--constraint constraints-vllm.txt torch
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--no-deps --requirement constraints-vllm.txt
+	@touch $@
+
+$(RAY)/installed: pyproject.toml constraints-ray.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints-ray.txt --editable ".[engine,ray,dev]"
 	@touch $@

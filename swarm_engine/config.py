@@ -444,6 +444,50 @@ class TeacherConfig(Frozen):
     """Requests at once."""
 
 
+class PlacementKind(StrEnum):
+    """Who starts the trainer's ranks beside the first, which is the engine worker."""
+
+    LOCAL = "local"
+    """The engine worker, as processes of this machine."""
+    RAY = "ray"
+    """The Ray cluster that RAY_ADDRESS names, that runs here, or that is started here, as actors."""
+
+
+class PlacementConfig(Frozen):
+    """How many processes train, and where. It changes how long an update takes and what it holds in memory, and weights
+    by rounding alone."""
+
+    num_workers: int = Field(1, ge=1, le=4096)
+    """Ranks that share every update and hold a shard of the weights each; the first is the engine worker itself."""
+    kind: PlacementKind = PlacementKind.LOCAL
+    resources: dict[str, float] | None = None
+    """What Ray reserves for each rank but the first, by its own names (`CPU`, `GPU`, …); None is one CPU."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves for a rank."""
+        return {"CPU": 1.0} if self.resources is None else self.resources
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a rank that Ray places."""
+        return max(1, int(self.bundle.get("CPU", 1)))
+
+    @model_validator(mode="after")
+    def _every_field_is_read(self) -> Self:
+        if self.kind is PlacementKind.RAY and self.num_workers == 1:
+            raise ValueError(
+                "placement.kind is ray, but placement.num_workers is 1 and the one worker is the engine's own process; "
+                "raise num_workers or leave kind out"
+            )
+        if self.resources is not None and self.kind is not PlacementKind.RAY:
+            raise ValueError(f"placement.resources are Ray's, but placement.kind is {self.kind}; leave one of them out")
+        for name, amount in (self.resources or {}).items():
+            if amount <= 0:
+                raise ValueError(f"placement.resources.{name} is {amount}; leave out what a rank does not need")
+        return self
+
+
 class EngineConfig(Frozen):
     """What `POST /engine/start` takes."""
 
@@ -461,6 +505,7 @@ class EngineConfig(Frozen):
     """Threads of the worker; None takes one for a model too small to share, otherwise the cores that are there."""
     sampler: SamplerConfig = SamplerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    placement: PlacementConfig = PlacementConfig()
     teacher: TeacherConfig | None = None
     """Whose word `trainer.teacher_weight` weighs; None asks nobody."""
 
@@ -505,4 +550,20 @@ class EngineConfig(Frozen):
                 "on during updates gets new weights when the clock has it, and no such run repeats itself; set "
                 "max_staleness to 0, or lockstep to false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_train_one_whole_policy(self) -> Self:
+        if self.placement.num_workers == 1:
+            return self
+        trained = [policy for policy in self.policies.values() if policy.trainable]
+        reason = None
+        if len(trained) != 1:
+            reason = f"{len(trained)} policies are trainable and ranks train exactly 1"
+        elif trained[0].lora is not None:
+            reason = "the policy that is trained has lora, whose branches are not sharded"
+        elif self.trainer.is_asynchronous:
+            reason = f"trainer.max_staleness is {self.trainer.max_staleness}, and ranks train between episodes only"
+        if reason is not None:
+            raise ValueError(f"placement.num_workers is {self.placement.num_workers}, but {reason}; leave it out")
         return self

@@ -22,7 +22,8 @@ from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.sampler.vllm_link import VllmSampler
 from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.parts import part_of
-from swarm_engine.trainer.trainer import Trainer, frozen_copy
+from swarm_engine.trainer.ranks import frozen_copy
+from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord, Episode
 
 

@@ -11,6 +11,7 @@ checkpoints run on a third thread, on weights of their own, and the sampler gets
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import queue
@@ -28,12 +29,12 @@ import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from swarm_engine.config import EngineConfig
+from swarm_engine.config import EngineConfig, PlacementKind
 from swarm_engine.errors import CheckpointError, SwarmEngineError, WorkerError
 from swarm_engine.folders import whole_folder
 from swarm_engine.hosted import HostedPolicy, load_policies
 from swarm_engine.models.decoder import num_parameters
-from swarm_engine.models.loading import save_policy
+from swarm_engine.models.loading import LoadedPolicy, save_policy
 from swarm_engine.protocol import (
     Boot,
     Booted,
@@ -67,6 +68,9 @@ ONE_THREAD_PARAMETERS = 10_000_000
 """Models up to this size run on one thread: on two cores that others use too, a second thread was measured to make a
 model of 0.44 million parameters ten times slower, for threads then wait for each other at every small matrix."""
 
+_sending = threading.Lock()
+"""Held for whole frames: a lost rank is reported from another thread."""
+
 log = logging.getLogger(__name__)
 
 
@@ -80,12 +84,15 @@ class Engine:
     """Updates in the weights of every policy that is trained."""
 
     @staticmethod
-    def boot(boot: Boot, wake: Callable[[], None] = lambda: None) -> Engine:
+    def boot(
+        boot: Boot, wake: Callable[[], None] = lambda: None, on_loss: Callable[[str], None] | None = None
+    ) -> Engine:
         """Load the policies, from the newest whole checkpoint where there is one.
 
         Args:
             boot: what the front asked for.
             wake: called from any thread when a sampler that computes in another process has replies.
+            on_loss: ends the process with the reason when a rank that helps to train is lost, on any thread.
 
         Raises:
             ModelError: a model can't be found or run, or the checkpoint is of another one.
@@ -99,9 +106,9 @@ class Engine:
         largest = max(num_parameters(policy.model) for policy in loaded.values())
         if config.num_threads is None and largest > ONE_THREAD_PARAMETERS:
             # Sampler and trainer share the cores where they compute at the same time.
-            torch.set_num_threads(max(1, _num_cores() // (2 if config.trainer.is_asynchronous else 1)))
+            torch.set_num_threads(max(1, _num_cores(config) // (2 if config.trainer.is_asynchronous else 1)))
         trainers = {
-            name: Trainer(loaded[name].model, config.trainer)
+            name: _trainer_of(loaded[name], config, on_loss or _end)
             for name, policy in config.policies.items()
             if policy.trainable
         }
@@ -111,12 +118,18 @@ class Engine:
         if checkpoint is not None:
             for name, trainer in trainers.items():
                 load_checkpoint(checkpoint, name, loaded[name], trainer.optimizer)
-                trainer.step = checkpoint.step
+                trainer.resume(checkpoint.step)
             log.info("%s: going on from %s", ", ".join(trainers), checkpoint.path)
         policies = {
             name: HostedPolicy.serve(name, policy, trainers.get(name), config, wake) for name, policy in loaded.items()
         }
         return Engine(policies, checkpoints, checkpoint.step if checkpoint else 0)
+
+    def close(self) -> None:
+        """Let go of what helped to train."""
+        for policy in self.policies.values():
+            if policy.trainer is not None:
+                policy.trainer.close()
 
     @property
     def trained(self) -> dict[str, HostedPolicy]:
@@ -220,6 +233,15 @@ class Engine:
         return Saved(self.step, str(target))
 
 
+def _trainer_of(policy: LoadedPolicy, config: EngineConfig, on_loss: Callable[[str], None]) -> Trainer:
+    if config.placement.num_workers == 1:
+        return Trainer(policy.model, config.trainer)
+    # Importing what shards a model takes another second, half as long as torch itself.
+    from swarm_engine.trainer.first_rank import SharedTrainer
+
+    return SharedTrainer.start(policy, config, torch.get_num_threads(), on_loss)
+
+
 def serve(line: socket.socket) -> None:
     """Answer the front until it says stop.
 
@@ -232,7 +254,17 @@ def serve(line: socket.socket) -> None:
     if isinstance(boot, Stop):
         return
     assert isinstance(boot, Boot), boot
-    engine = Engine.boot(boot, wake=lambda: inbox.put(None))
+
+    def on_loss(reason: str) -> None:
+        with contextlib.suppress(OSError):
+            _send(line, [Failed(reason)])
+        _end(reason)
+
+    with contextlib.closing(Engine.boot(boot, wake=lambda: inbox.put(None), on_loss=on_loss)) as engine:
+        _serve(line, inbox, engine)
+
+
+def _serve(line: socket.socket, inbox: Inbox, engine: Engine) -> None:
     beside = Beside(engine, inbox) if engine.is_asynchronous else None
     _send(line, [engine.ready()])
     while True:
@@ -348,7 +380,14 @@ def leave(code: int) -> NoReturn:
 def _send(line: socket.socket, answers: Iterable[Answer]) -> None:
     payload = b"".join(frame(from_worker.dump_json(answer)) for answer in answers)
     if payload:
-        line.sendall(payload)
+        with _sending:
+            line.sendall(payload)
+
+
+def _end(reason: str) -> None:
+    """End the process, whatever its threads wait for."""
+    log.error("the worker ends: %s", reason)
+    leave(1)
 
 
 def _connect(address: str) -> socket.socket:
@@ -361,8 +400,11 @@ def _connect(address: str) -> socket.socket:
     return line
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _num_cores(config: EngineConfig) -> int:
+    """The cores that are there for this process, beside the ranks that it starts."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_here = config.placement.num_workers if config.placement.kind is PlacementKind.LOCAL else 1
+    return max(1, cores // num_here)
 
 
 def main(argv: list[str] | None = None) -> int:

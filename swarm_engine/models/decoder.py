@@ -134,10 +134,12 @@ class Attend(Protocol):
 
 
 class Block(nn.Module):
-    """The weights of one layer."""
+    """One layer: attention, then the gated network, each on a norm of its own and added to what came in."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
+        self.config = config
+        self.index = index
         hidden, inner = config.hidden_size, config.intermediate_size
         width = config.num_heads * config.head_dim
         qkv_width = width + 2 * config.num_kv_heads * config.head_dim
@@ -165,6 +167,33 @@ class Block(nn.Module):
         self.gate_up_branch: LowRank | None = None
         self.down_branch: LowRank | None = None
 
+    def forward(self, x_B_T_C: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The next layer's input, shape (B, T, C).
+
+        Args:
+            cos, sin: of each token's position, to be broadcast over (B, T, heads, D).
+        """
+        config = self.config
+        heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.norm_eps
+        width = (config.hidden_size,)
+        rows, length, _ = x_B_T_C.shape
+        x = x_B_T_C
+        y = functional.rms_norm(x, width, self.attention_norm, eps)
+        qkv = linear(y, self.qkv, self.qkv_bias, self.qkv_branch).view(rows, length, heads + 2 * kv_heads, -1)
+        qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            scale = torch.cat((self.q_norm.expand(heads, -1), self.k_norm.expand(kv_heads, -1)))
+            qk = functional.rms_norm(qk, (config.head_dim,), None, eps) * scale
+        first, second = qk.chunk(2, dim=-1)
+        qk = torch.addcmul(qk * cos, torch.cat((-second, first), dim=-1), sin).transpose(1, 2)
+        q, k = torch.split(qk, [heads, kv_heads], dim=1)
+        y = attend(self.index, q, k, v.transpose(1, 2))
+        y = y.transpose(1, 2).reshape(rows, length, -1)
+        x = x + linear(y, self.out, self.out_bias, self.out_branch)
+        y = functional.rms_norm(x, width, self.mlp_norm, eps)
+        gate, up = linear(y, self.gate_up, self.gate_up_bias, self.gate_up_branch).chunk(2, dim=-1)
+        return x + linear(functional.silu(gate) * up, self.down, self.down_bias, self.down_branch)
+
     def branches(self) -> list[LowRank]:
         """Those that are there."""
         return [one for one in (self.qkv_branch, self.out_branch, self.gate_up_branch, self.down_branch) if one]
@@ -180,7 +209,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
         self.head = None if config.is_tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         cos, sin = rotary_table(config)
@@ -195,30 +224,11 @@ class Decoder(nn.Module):
             positions: of each token in its own context, shape (T,) or (B, T).
             attend: called once a layer, in order.
         """
-        config = self.config
-        heads, kv_heads, eps = config.num_heads, config.num_kv_heads, config.norm_eps
-        width = (config.hidden_size,)
-        rows, length = tokens_B_T.shape
         cos, sin = self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
         x = functional.embedding(tokens_B_T, self.embedding)
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            y = functional.rms_norm(x, width, block.attention_norm, eps)
-            qkv = linear(y, block.qkv, block.qkv_bias, block.qkv_branch).view(rows, length, heads + 2 * kv_heads, -1)
-            qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=2)
-            if block.q_norm is not None and block.k_norm is not None:
-                scale = torch.cat((block.q_norm.expand(heads, -1), block.k_norm.expand(kv_heads, -1)))
-                qk = functional.rms_norm(qk, (config.head_dim,), None, eps) * scale
-            first, second = qk.chunk(2, dim=-1)
-            qk = torch.addcmul(qk * cos, torch.cat((-second, first), dim=-1), sin).transpose(1, 2)
-            q, k = torch.split(qk, [heads, kv_heads], dim=1)
-            y = attend(index, q, k, v.transpose(1, 2))
-            y = y.transpose(1, 2).reshape(rows, length, -1)
-            x = x + linear(y, block.out, block.out_bias, block.out_branch)
-            y = functional.rms_norm(x, width, block.mlp_norm, eps)
-            gate, up = linear(y, block.gate_up, block.gate_up_bias, block.gate_up_branch).chunk(2, dim=-1)
-            x = x + linear(functional.silu(gate) * up, block.down, block.down_bias, block.down_branch)
-        return functional.rms_norm(x, width, self.norm, eps)
+        for block in self.blocks:
+            x = block(x, cos, sin, attend)
+        return functional.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the vocabulary, shape (..., V), of hidden states of shape (..., C)."""

@@ -62,12 +62,19 @@ class AdamW:
 
     def clip_gradient(self, max_norm: float) -> float:
         """Scale the gradient down to `max_norm` where it is longer; return the norm it had."""
-        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in gradients])))
+        norm = self.gradient_norm()
         if math.isfinite(norm) and norm > max_norm:
-            for gradient in gradients:
+            for gradient in self._gradients():
                 gradient.mul_(max_norm / norm)
         return norm
+
+    def gradient_norm(self) -> float:
+        """The length of the whole gradient."""
+        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients()]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
 
     def state(self) -> dict[str, Tensor]:
         """Everything a checkpoint needs to go on."""

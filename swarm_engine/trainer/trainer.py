@@ -5,6 +5,9 @@ scored unit by unit and each unit's share of the loss goes back at once. An algo
 samples gets a first pass without gradient: its loss is differentiated by the log-probabilities alone, and the second
 pass carries these coefficients to the weights. The result is that of one large graph.
 
+Several ranks share the units of a step and nothing else: each adds the gradient of its own, and the denominators are
+the whole batch's, so the sum over ranks is the gradient of one (`ranks`).
+
 An update in which nothing is learned from any sample leaves the weights bit for bit as they were: neither decay nor
 momentum moves them, and the optimizer's own step count stays. The policy version goes up all the same, for it numbers
 batches.
@@ -12,13 +15,12 @@ batches.
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -28,15 +30,16 @@ from swarm_engine.config import Merge, OffPolicy, TrainerConfig
 from swarm_engine.merger.trie import count_places
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.protocol import Updated
-from swarm_engine.trainer.adamw import AdamW, AdamWConfig
+from swarm_engine.trainer.adamw import AdamWConfig
 from swarm_engine.trainer.algorithms import METHODS
 from swarm_engine.trainer.loss import Tokens, kl_penalty
 from swarm_engine.trainer.off_policy import correct
+from swarm_engine.trainer.ranks import Alone, Ranks
 from swarm_engine.trainer.rows import TokenColumns, TrainedRow, trained_row, with_proximal
 from swarm_engine.trainer.samples import Denominators, Drop, Sample, count_drops, make_samples
 from swarm_engine.trainer.schedule import learning_rate
 from swarm_engine.trainer.scoring import Scores
-from swarm_engine.trainer.units import Unit, plan_units
+from swarm_engine.trainer.units import Unit, plan_rounds, plan_units
 from swarm_engine.types import BatchRecord, Episode, FinishReason, Untrained
 
 
@@ -70,23 +73,45 @@ class Sums:
     difference_max: float = 0.0
     num_current: int = 0
 
+    def over(self, ranks: Ranks) -> Sums:
+        """The same of all ranks' tokens."""
+        names = [field.name for field in fields(self) if field.name not in OF_STEPS]
+        values = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64)
+        totals, largest = ranks.total(values.clone()).tolist(), ranks.largest(values).tolist()
+        found = dict(zip(names, totals, strict=True)) | {
+            name: value for name, value in zip(names, largest, strict=True) if name.endswith("_max")
+        }
+        return replace(self, **{name: type(getattr(self, name))(value) for name, value in found.items()})
+
+
+OF_STEPS = frozenset({"loss", "num_losses", "num_steps", "gradient_norm"})
+"""What is of optimizer steps and not of tokens, so that every rank has it of all."""
+
 
 class Trainer:
     """Owns the optimizer of one policy and applies one batch at a time."""
 
-    def __init__(self, model: Decoder, config: TrainerConfig) -> None:
+    def __init__(self, model: Decoder, config: TrainerConfig, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Alone()
         self.model = model
         self.config = config
         self.knobs = config.knobs
         self.method = METHODS[config.algorithm]
         self.step = 0
         """Updates already in the weights."""
-        self.optimizer = AdamW(
+        self.optimizer = self.ranks.optimizer(
             {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad},
             AdamWConfig(config.learning_rate, config.beta1, config.beta2, config.weight_decay),
         )
-        self.reference = frozen_copy(model) if config.kl_weight > 0 else None
+        self.reference = self.ranks.frozen_copy(model) if config.kl_weight > 0 else None
         """The start weights, so a trainer is made before a checkpoint is loaded into its model."""
+
+    def resume(self, step: int) -> None:
+        """The model's weights were replaced by those of a step."""
+        self.step = step
+
+    def close(self) -> None:
+        """Let go of whatever helped to train."""
 
     def update(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:
         """Train on one batch and return its metrics; the weights change in place.
@@ -118,7 +143,7 @@ class Trainer:
         for part in parts:
             if any(samples[place].carries_loss for place in part):
                 self.take_step(self.weigh(rows, samples, part), version, sums)
-        return sums
+        return sums.over(self.ranks) if self.ranks.size > 1 else sums
 
     def take_step(self, rows: Sequence[TrainedRow], version: int, sums: Sums) -> None:
         """One step of the optimizer; a loss or a gradient that is not finite moves nothing."""
@@ -165,13 +190,32 @@ class Trainer:
     def logprobs(self, rows: Sequence[TrainedRow], sums: Sums) -> list[Tensor]:
         """Log-probabilities of each row's targets under the weights as they are."""
         found = [torch.empty(0)] * len(rows)
-        for unit in plan_units([row.row for row in rows], self.config.merge, self.config.microbatch_tokens):
-            counts = [len(rows[place].row.targets) for place in unit.places]
-            parts = torch.split(unit.score(self.model).scores.logprobs_N, counts)
+        for unit in self.units(rows):
+            scores_N = unit.score(self.model).scores.logprobs_N
+            if not unit.places:
+                continue
+            parts = torch.split(scores_N, [len(rows[place].row.targets) for place in unit.places])
             for place, part in zip(unit.places, parts, strict=True):
                 found[place] = part
             sums.num_computed += unit.num_computed
-        return found
+        return found if self.ranks.size == 1 else self.everybodys(found, rows)
+
+    def everybodys(self, found: Sequence[Tensor], rows: Sequence[TrainedRow]) -> list[Tensor]:
+        """What all ranks found of each row's targets; a row was computed by one rank alone."""
+        counts = [len(row.row.targets) for row in rows]
+        dtype = torch.promote_types(self.model.norm.dtype, torch.float32)  # that of scores
+        everything_N = torch.zeros(sum(counts), dtype=dtype)
+        for some, place_N in zip(found, torch.split(everything_N, counts), strict=True):
+            if len(some):
+                place_N.copy_(some)
+        return list(torch.split(self.ranks.total(everything_N), counts))
+
+    def units(self, rows: Sequence[TrainedRow]) -> list[Unit]:
+        """What this rank computes of some rows, in order; a unit without places only keeps step with other ranks."""
+        plain, how, max_tokens = [row.row for row in rows], self.config.merge, self.config.microbatch_tokens
+        if self.ranks.size == 1:
+            return plan_units(plain, how, max_tokens)
+        return [some[self.ranks.index] for some in plan_rounds(plain, how, max_tokens, self.ranks.size)]
 
     def accumulate_gradient(self, rows: Sequence[TrainedRow], version: int, sums: Sums) -> float:
         """Add the gradient of one optimizer step's loss to the parameters, unit by unit; return the loss."""
@@ -180,7 +224,10 @@ class Trainer:
         if self.method.needs_whole_samples:
             total, coefficients = self.coefficients(rows, version, sums)
         has_entropy = self.config.entropy_weight > 0
-        for unit in plan_units([row.row for row in rows], self.config.merge, self.config.microbatch_tokens):
+        for unit in self.units(rows):
+            if not unit.places:
+                self.keep_step(unit)
+                continue
             some = [rows[place] for place in unit.places]
             scored = unit.score(self.model, entropy_has_gradient=has_entropy)
             columns = TokenColumns.of(some, version, scored.scores.logprobs_N)
@@ -196,15 +243,26 @@ class Trainer:
             total += float(loss.detach()) - known
             scored.backward(loss)
             sums.num_computed += unit.num_computed
-        return total
+        return float(self.ranks.total(torch.tensor(total, dtype=torch.float64)))
+
+    def keep_step(self, unit: Unit) -> None:
+        """Go through the models as the other ranks do in this round, and learn nothing."""
+        scored = unit.score(self.model)
+        if self.reference is not None:
+            with torch.no_grad():
+                unit.score(self.reference)
+        scored.backward(0.0 * scored.scores.logprobs_N.sum())
 
     def coefficients(self, rows: Sequence[TrainedRow], version: int, sums: Sums) -> tuple[float, list[Tensor]]:
-        """The algorithm's loss of whole samples, and its derivative by each row's log-probabilities."""
+        """This rank's part of the algorithm's loss of whole samples, and the derivative of the whole by each row's
+        log-probabilities. Samples are scored by several ranks, so all take the loss of all and the first counts it."""
         logprobs = self.logprobs(rows, sums)
         leaf_N = torch.cat(logprobs).requires_grad_()
-        loss = self.algorithm_loss(leaf_N, TokenColumns.of(rows, version, leaf_N), sums)
+        is_first = self.ranks.index == 0
+        loss = self.algorithm_loss(leaf_N, TokenColumns.of(rows, version, leaf_N), sums if is_first else Sums())
         (gradient_N,) = torch.autograd.grad(loss, leaf_N)
-        return float(loss.detach()), list(torch.split(gradient_N, [len(some) for some in logprobs]))
+        coefficients = list(torch.split(gradient_N, [len(some) for some in logprobs]))
+        return float(loss.detach()) if is_first else 0.0, coefficients
 
     def algorithm_loss(self, policy_N: Tensor, columns: TokenColumns, sums: Sums) -> Tensor:
         """The algorithm's loss of some tokens, their share of the step's; what can be said of them goes into `sums`."""
@@ -275,12 +333,6 @@ class Trainer:
             "nonfinite_gradient": float(not is_finite),
             "nonfinite_loss": float(not math.isfinite(sums.loss)),
         }
-
-
-def frozen_copy(model: Decoder) -> Decoder:
-    """A model with these weights for good; it shares those that are frozen here too."""
-    shared = {id(one): one for one in model.parameters() if not one.requires_grad}
-    return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 def plan_steps(samples: Sequence[Sample], epochs: int, minibatches: int, seed: int) -> Iterator[list[int]]:

@@ -1,6 +1,11 @@
 """What is computed at once: rows of alike length side by side, or rows that share prefixes laid over each other.
 
 Both give the same scores and gradients; a unit bounds memory and says how many tokens it makes the model read.
+
+Ranks that hold one model's weights in shards go through it layer by layer together, so all of them have to make the
+same passes, and each pass takes as long as its slowest. Hence units are dealt in rounds of one a rank, neighbours by
+cost in the same round, which makes the sum of the rounds' largest costs least; a rank without a unit, or with a
+shorter one, fills in passes over a token or two that nothing is learned from.
 """
 
 from __future__ import annotations
@@ -22,6 +27,12 @@ from swarm_engine.trainer.tree import ChunkedTree, Tree, score_tree
 CHUNKED_COST = 1.5
 """What a trie costs in chunks beside one pass, as a factor: each token goes forward twice. CPU time of a Qwen3 of
 hidden size 256 and 6 layers on 2,580 tokens was 1.3 to 1.5 times that of one pass, in 2 to 8 chunks."""
+
+
+FINE_UNITS = 4
+"""Units a rank from which on no finer division is tried."""
+FINER = 0.75
+"""The size of units that is tried next, as a share of the last one."""
 
 
 class Scored(Protocol):
@@ -50,20 +61,36 @@ class Unit(Protocol):
         """Tokens that the model reads, padding left out."""
         ...
 
+    @property
+    def num_chunks(self) -> int:
+        """1 where `score` and `backward` go through the model once; otherwise `score` goes through it this many times
+        without gradient, and `backward` forward and back as often."""
+        ...
+
+    @property
+    def cost(self) -> float:
+        """In tokens that go forward and back."""
+        ...
+
     def score(self, model: Decoder, *, entropy_has_gradient: bool = False) -> Scored:
         """Score the rows under a model."""
         ...
 
 
-def plan_units(rows: Sequence[Row], how: Merge, max_tokens: int) -> list[Unit]:
-    """Divide rows into units of at most `max_tokens` tokens at once, padding included."""
+def plan_units(rows: Sequence[Row], how: Merge, max_tokens: int, aim: int | None = None) -> list[Unit]:
+    """Divide rows into units of at most `max_tokens` tokens at once, padding included.
+
+    Args:
+        aim: tokens that a unit should rather have at most; None for as many as it may.
+    """
+    aim = max_tokens if aim is None else min(aim, max_tokens)
     match how:
         case Merge.NONE | Merge.TOKEN | Merge.TEXT:
-            plan = plan_microbatches([row.num_computed for row in rows], max_tokens)
+            plan = plan_microbatches([row.num_computed for row in rows], aim)
             return [SideBySide(tuple(places), [rows[place] for place in places]) for places in plan]
         case Merge.TREE:
             sequences = [np.array(row.tokens[: row.num_computed], np.int32) for row in rows]
-            plan = plan_trees(sequences, max_tokens)
+            plan = plan_trees(sequences, aim)
             return [Overlaid(tuple(places), Tree.of([rows[place] for place in places]), max_tokens) for places in plan]
         case _:
             assert_never(how)
@@ -117,6 +144,24 @@ class InChunks:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredInStep:
+    """Scores of a unit in step with those of other ranks."""
+
+    scored: Scored
+    model: Decoder
+    num_fillers: int
+
+    @property
+    def scores(self) -> Scores:
+        return self.scored.scores
+
+    def backward(self, loss: Tensor) -> None:
+        self.scored.backward(loss)
+        for _ in range(self.num_fillers):
+            torch.autograd.backward(0.0 * score(self.model, [FILLER]).logprobs_N.sum())
+
+
+@dataclass(frozen=True, slots=True)
 class SideBySide:
     """A padded micro-batch."""
 
@@ -126,6 +171,14 @@ class SideBySide:
     @property
     def num_computed(self) -> int:
         return sum(row.num_computed for row in self.rows)
+
+    @property
+    def num_chunks(self) -> int:
+        return 1
+
+    @property
+    def cost(self) -> float:
+        return float(len(self.rows) * max(row.num_computed for row in self.rows))
 
     def score(self, model: Decoder, *, entropy_has_gradient: bool = False) -> InOnePass:
         return InOnePass(score(model, self.rows, entropy_has_gradient=entropy_has_gradient))
@@ -143,8 +196,86 @@ class Overlaid:
     def num_computed(self) -> int:
         return len(self.tree.trie)
 
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_computed // self.max_places)
+
+    @property
+    def cost(self) -> float:
+        return self.num_computed * (1.0 if self.num_chunks == 1 else CHUNKED_COST)
+
     def score(self, model: Decoder, *, entropy_has_gradient: bool = False) -> Scored:
-        if self.num_computed <= self.max_places:
+        if self.num_chunks == 1:
             return InOnePass(score_tree(model, self.tree, entropy_has_gradient=entropy_has_gradient))
         chunks = ChunkedTree(model, self.tree, self.max_places, entropy_has_gradient=entropy_has_gradient)
         return InChunks(chunks.score(), chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class InStep:
+    """A unit, and passes over a filler that make it as many as the round's longest unit has."""
+
+    unit: Unit
+    num_fillers: int
+
+    @property
+    def places(self) -> Sequence[int]:
+        return self.unit.places
+
+    @property
+    def num_computed(self) -> int:
+        return self.unit.num_computed
+
+    @property
+    def num_chunks(self) -> int:
+        return self.unit.num_chunks + self.num_fillers
+
+    @property
+    def cost(self) -> float:
+        return self.unit.cost
+
+    def score(self, model: Decoder, *, entropy_has_gradient: bool = False) -> Scored:
+        scored = self.unit.score(model, entropy_has_gradient=entropy_has_gradient)
+        with torch.no_grad():
+            for _ in range(self.num_fillers):
+                score(model, [FILLER])
+        return ScoredInStep(scored, model, self.num_fillers)
+
+
+FILLER = Row((0, 0, 0), (2,), (1.0,))
+"""Something to compute, of as few tokens as can be computed in two chunks."""
+
+
+def idle_unit(*, is_chunked: bool) -> Unit:
+    """A unit of no row of the batch, whose scores are a filler's and must carry no loss."""
+    return Overlaid((), Tree.of([FILLER]), 1) if is_chunked else SideBySide((), [FILLER])
+
+
+def deal(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
+    """Rounds of one unit a rank, in which every rank makes the same passes over the model."""
+    rounds: list[list[Unit]] = []
+    for is_chunked in (True, False):
+        alike = sorted((unit for unit in units if (unit.num_chunks > 1) == is_chunked), key=lambda unit: -unit.cost)
+        for start in range(0, len(alike), num_ranks):
+            some = alike[start : start + num_ranks]
+            some += [idle_unit(is_chunked=is_chunked)] * (num_ranks - len(some))
+            longest = max(unit.num_chunks for unit in some)
+            rounds.append([InStep(unit, longest - unit.num_chunks) for unit in some])
+    return rounds
+
+
+def plan_rounds(rows: Sequence[Row], how: Merge, max_tokens: int, num_ranks: int) -> list[list[Unit]]:
+    """Divide rows into rounds of one unit a rank, of at most `max_tokens` tokens at once, padding included.
+
+    Smaller units are tried too where there are few, for a rank without one only waits. They compute more tokens, for
+    what contexts share is cut; the cheapest rounds win.
+    """
+    units = plan_units(rows, how, max_tokens)
+    plans = [deal(units, num_ranks)]
+    longest = max(row.num_computed for row in rows)
+    aim = max(unit.cost for unit in units) * FINER
+    while len(units) < min(len(rows), FINE_UNITS * num_ranks) and longest <= aim:
+        units = plan_units(rows, how, max_tokens, int(aim))
+        plans.append(deal(units, num_ranks))
+        aim *= FINER
+    return min(plans, key=lambda rounds: sum(max(unit.cost for unit in some) for some in rounds))
