@@ -43,14 +43,14 @@ def update(step: int) -> Update:
 
 
 def trained(front: WorkerProcess, *steps: int) -> Path:
-    """Where the checkpoint after these batches is."""
+    """Where the policy is in the checkpoint after these batches."""
     for step in steps:
         front.send(update(step))
         assert front.receive(Updated).step == step
     front.send(Save())
     path = front.receive(Saved).path
     assert path is not None
-    return Path(path)
+    return Path(path) / "policy"
 
 
 def assert_close(one: Path, other: Path) -> None:

@@ -96,7 +96,7 @@ def test_actors_train_the_weights_of_local_ranks_bit_for_bit(model_root: Path, t
                 front.send(update(step))
                 assert front.receive(Updated).step == step
             front.send(Save())
-            path = Path(front.receive(Saved).path or "")
+            path = Path(front.receive(Saved).path or "") / "policy"
             found.append([(path / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")])
             front.send(Stop())
             assert front.process.wait(60) == 0
