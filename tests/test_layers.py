@@ -25,7 +25,10 @@ MAY_IMPORT = {
 EXCEPTIONS = {("swarm_engine/cli.py", "experiments_db.collect")}
 """`swarm serve` may start the collector inside the command."""
 
-TORCH_HOMES = ("swarm_engine/trainer/", "swarm_engine/sampler/", "swarm_engine/models/", "swarm_engine/worker.py")
+TORCH_HOMES = (
+    "swarm_engine/trainer/", "swarm_engine/sampler/", "swarm_engine/models/", "swarm_engine/hosted.py",
+    "swarm_engine/worker.py",
+)  # fmt: skip
 """Only these import torch; the front and the client never do."""
 
 SLOW_TO_IMPORT = ("torch", "transformers", "langgraph", "fastapi", "openai", "anthropic", "matplotlib")
