@@ -11,12 +11,15 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 FRAMEWORKS := $(VENV)-frameworks
+TRL := $(VENV)-trl
 
-.PHONY: install frameworks research test test-heavy check format clean
+.PHONY: install frameworks trl research test test-heavy check format clean
 
 install: $(VENV)/installed-engine
 
 frameworks: $(FRAMEWORKS)/installed
+
+trl: $(TRL)/installed
 
 research: $(VENV)/installed-engine
 	$(BIN)/a3r research --yes "$(QUESTION)"
@@ -28,10 +31,11 @@ test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not heavy and not gpu" $(TESTS)
 
 # What needs more than the core environment: a PostgreSQL server (Debian's package, installed where it is missing), and
-# agents in the frameworks that people use, in an environment of their own.
-test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed
+# agents in the frameworks that people use and TRL, each in an environment of their own.
+test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed $(TRL)/installed
 	OMP_NUM_THREADS=1 scripts/with_postgres $(BIN)/pytest -m heavy tests/experiments_db
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks
+	OMP_NUM_THREADS=1 $(TRL)/bin/pytest -m heavy tests/trl
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -44,7 +48,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(TRL) build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -64,4 +68,10 @@ $(FRAMEWORKS)/installed: pyproject.toml constraints-frameworks.txt
 	$(PYTHON) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint constraints-frameworks.txt --editable ".[engine,frameworks,dev]"
+	@touch $@
+
+$(TRL)/installed: pyproject.toml constraints-trl.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints-trl.txt --editable ".[engine,trl,dev]"
 	@touch $@
