@@ -1,8 +1,9 @@
 """Trainer and sampler beside TRL's GRPOTrainer, transformers' `generate` and vLLM, on one CPU thread, in one run.
 
     make .venv-trl/installed
-    .venv-trl/bin/python benchmarks/trainer.py [--quick] [--groups 4] [--steps 7] [--repetitions 7] [--model FOLDER]
-                                               [--vllm-python PYTHON] [--json FILE]
+    .venv-trl/bin/python benchmarks/trainer.py [--quick] [--parts steps samplers] [--groups 4] [--steps 7]
+                                               [--repetitions 7] [--model FOLDER] [--vllm-python PYTHON]
+                                               [--json FILE]
 
 The model is a Qwen3 of hidden size 256 with 4 layers, warmed up on two games first (trainer_tasks.py). In `guess` every
 episode has six turns, each a tool call, which TRL plays by its `environment_factory`; in `count` it has one reply. Both
@@ -12,7 +13,8 @@ an episode out. They take turns, step by step, and a step is all from one update
 HTTP the same steps are taken by a server with 8 x GROUPS agents before it: printed, nothing is promised.
 
 The samplers' part (trainer_samplers.py) draws random tokens: replies of one length, of uneven lengths, and groups of
-eight over six turns. vLLM is asked where an interpreter that has it is named; nothing is promised against it.
+eight over six turns in the shape of trajectories.py's `react`. vLLM is asked where an interpreter that has it is named;
+nothing is promised against it.
 
 CPU time is that of all processes of a step, in user and system mode. Ratios are of medians over interleaved
 repetitions, with a bootstrap interval over these.
@@ -26,8 +28,8 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,24 +40,33 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import trl
 from ratios import ratio_of_medians
-from rows import Row, report
-from trainer_samplers import GenerateSampler, OwnSampler, Workload, measure_vllm, play, workloads
+from rows import Row, show, show_promises, write_rows
+from trainer_samplers import (
+    SIZES,
+    GenerateSampler,
+    OwnSampler,
+    VllmTimes,
+    Workload,
+    measure_vllm,
+    play,
+    workloads,
+)
 from trainer_steps import GROUP_SIZE, OwnRun, Setting, Step, TrlRun, have_same_prompts, http_run, take_turns
-from trainer_tasks import COUNT, GUESS, WARM_UP, Game, build_model
+from trainer_tasks import COUNT, GUESS, VOCAB_SIZE, WARM_UP, Game, build_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from experiments_db.intervals import Interval
 from swarm_engine.models.loading import load_policy
 
-NAMES = ("TRL", "ours", "ours over HTTP")
 TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen3_instruct_2507.jinja"
 """Qwen3's own, without thoughts; one that TRL knows how to read tool calls from."""
 MIN_SPEEDUP = {GUESS.name: 1.5, COUNT.name: 1.0}
 """Promised of a step, in CPU time."""
 MIN_SAMPLER, MIN_SAMPLER_TURNS = 1.0, 2.0
 """Promised of the sampler against `generate`, in tokens per CPU second; the second where prompts go on."""
-QUICK_UPDATES, QUICK_GROUPS, QUICK_SIZES = 3, 1, (1, 8)
+PARTS = ("steps", "samplers")
+QUICK_UPDATES, QUICK_SIZES = 3, (1, 8)
 LEGEND = f"""\
 what is sampled or trained, what of whom, value [95% bootstrap interval] unit, n = repetitions. GAME, GROUPS x
 {GROUP_SIZE}: medians over steps; "rollout" is prompts, replies, tools and rewards, "update" the rest of the step;
@@ -85,9 +96,9 @@ def measure_steps(model: Path, game: Game, num_groups: int, num_steps: int) -> B
         theirs = TrlRun(setting, Path(folder) / "trl", num_steps + 1)
         ours = OwnRun(setting)
         has_same = have_same_prompts(theirs, ours, setting)
-        steps = take_turns((theirs, ours, http), num_steps)
+        steps = take_turns({"TRL": theirs, "ours": ours, "ours over HTTP": http}, num_steps)
         theirs.close()
-    return Beside(game, f"{game.name}, {num_groups} x {GROUP_SIZE}", dict(zip(NAMES, steps, strict=True)), has_same)
+    return Beside(game, f"{game.name}, {num_groups} x {GROUP_SIZE}", steps, has_same)
 
 
 def step_rows(found: Beside, *, is_quick: bool) -> Iterator[Row]:
@@ -166,10 +177,37 @@ def sampler_promise(found: Sampled) -> tuple[bool, str]:
     return ratio >= bar, f"{found.workload.name}: {ratio:.2f} times the tokens of generate, at least {bar}"
 
 
+@dataclass(slots=True)
+class Record:
+    """Rows, shown and written as they come, for the whole takes its time."""
+
+    file: Path | None
+    rows: list[Row] = field(default_factory=list)
+    promises: list[tuple[bool, str]] = field(default_factory=list)
+
+    def add(self, rows: Iterable[Row], promises: Iterable[tuple[bool, str]] = ()) -> None:
+        """Take some more."""
+        for row in rows:
+            self.rows.append(row)
+            print(show(row), flush=True)
+        self.promises += promises
+        if self.file:
+            write_rows(self.rows, self.file)
+
+
+def vllm_row(found: VllmTimes, workload: Workload, *, is_quick: bool) -> Row:
+    """What vLLM made of a workload."""
+    times = found.cpu_s[workload.name]
+    rate = workload.num_tokens / statistics.median(times)
+    what = f"vLLM {found.version}, tokens per CPU second"
+    return Row(workload.name, what, rate, "tokens/s", None, None, len(times), is_quick)
+
+
 def main() -> int:
     """Run it; the last lines say whether the promises hold."""
     parser = argparse.ArgumentParser(description="Trainer and sampler beside TRL, generate and vLLM.")
-    parser.add_argument("--quick", action="store_true", help="show within a minute that it runs")
+    parser.add_argument("--quick", action="store_true", help="show within minutes that it runs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" or ".join(PARTS))
     parser.add_argument("--groups", type=int, default=4, help=f"of {GROUP_SIZE} episodes in a step")
     parser.add_argument("--steps", type=int, default=7, help="measured of each trainer")
     parser.add_argument("--repetitions", type=int, default=7, help="of each sampler's workload")
@@ -177,36 +215,31 @@ def main() -> int:
     parser.add_argument("--vllm-python", metavar="PYTHON", help="an interpreter that has vllm")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     args = parser.parse_args()
+    is_quick: bool = args.quick
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    num_groups, num_steps, num_repetitions = args.groups, args.steps, args.repetitions
-    if args.quick:
-        num_groups, num_steps, num_repetitions = QUICK_GROUPS, 1, 1
-    rows: list[Row] = []
-    kept: list[tuple[bool, str]] = []
+    num_groups, num_steps, num_repetitions, sizes = args.groups, args.steps, args.repetitions, SIZES
+    if is_quick:
+        num_groups, num_steps, num_repetitions, sizes = 1, 1, 1, QUICK_SIZES
+    record = Record(args.json)
+    print(LEGEND, flush=True)
     with tempfile.TemporaryDirectory(prefix="trainer-model-") as folder:
         model = args.model or Path(folder) / "model"
         if not model.exists():
-            template = TEMPLATE.read_text(encoding="utf-8")
-            build_model(model, template, replace(WARM_UP, num_updates=QUICK_UPDATES) if args.quick else WARM_UP)
-        for game in (GUESS, COUNT):
+            recipe = replace(WARM_UP, num_updates=QUICK_UPDATES) if is_quick else WARM_UP
+            build_model(model, TEMPLATE.read_text(encoding="utf-8"), recipe)
+        for game in (GUESS, COUNT) if "steps" in args.parts else ():
             beside = measure_steps(model, game, num_groups, num_steps)
-            rows += step_rows(beside, is_quick=args.quick)
-            kept += step_promises(beside)
-        policy = load_policy(model).model
-        todo = workloads(policy.config.vocab_size, QUICK_SIZES) if args.quick else workloads(policy.config.vocab_size)
+            record.add(step_rows(beside, is_quick=is_quick), step_promises(beside))
+        todo = workloads(VOCAB_SIZE, sizes) if "samplers" in args.parts else []
         for sampled in measure_samplers(model, todo, num_repetitions):
-            rows += sampler_rows(sampled, is_quick=args.quick)
-            kept.append(sampler_promise(sampled))
-        if args.vllm_python:
+            record.add(sampler_rows(sampled, is_quick=is_quick), [sampler_promise(sampled)])
+        if args.vllm_python and todo:
             vllm = measure_vllm(args.vllm_python, model, todo, num_repetitions)
-            for workload in todo:
-                times = vllm["cpu_s"][workload.name]
-                rate = workload.num_tokens / statistics.median(times)
-                what = f"vLLM {vllm['version']}, tokens per CPU second"
-                rows.append(Row(workload.name, what, rate, "tokens/s", None, None, len(times), args.quick))
-    report(rows, args.json, kept, LEGEND)
+            record.add(vllm_row(vllm, workload, is_quick=is_quick) for workload in todo)
+    if not is_quick:
+        show_promises(record.promises)
     return 0
 
 

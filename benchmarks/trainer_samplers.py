@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trajectories import ANSWER, OBSERVATION, PROMPT
 from transformers import GenerationConfig
 
 from swarm_engine.models.decoder import Decoder
@@ -27,8 +28,10 @@ from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.types import SamplingParams
 
 SIZES = (1, 8, 32)
-PROMPT, REPLY, SHORTEST, LONGEST = 64, 64, 8, 128
-GROUP_SIZE, NUM_TURNS, OPENING, TURN_REPLY, OBSERVATION = 8, 6, 160, 32, 32
+QUESTION, REPLY, SHORTEST, LONGEST = 64, 64, 8, 128
+GROUP_SIZE, NUM_TURNS, SCALE = 8, 6, 0.25
+OPENING, TURN_REPLY, TURN_RESULT = (round(SCALE * length) for length in (PROMPT, ANSWER, OBSERVATION))
+"""Of an agent's turns: those of the set `react`, at the scale that merging.py has."""
 BATCHES_OF_UNEVEN = 3
 VLLM_PROGRAM = Path(__file__).with_name("vllm_tokens.py")
 
@@ -60,15 +63,15 @@ def workloads(vocab_size: int, sizes: Sequence[int] = SIZES) -> list[Workload]:
         def text(length: int, draw: random.Random = draw) -> tuple[int, ...]:
             return tuple(draw.randrange(3, vocab_size) for _ in range(length))
 
-        even = tuple((text(PROMPT), REPLY) for _ in range(size))
+        even = tuple((text(QUESTION), REPLY) for _ in range(size))
         lengths = [draw.randint(SHORTEST, LONGEST) for _ in range(BATCHES_OF_UNEVEN * size)]
         found.append(Workload(f"even, {size} at a time", size, (even,), has_history=False))
-        uneven = tuple((text(PROMPT), length) for length in lengths)
+        uneven = tuple((text(QUESTION), length) for length in lengths)
         found.append(Workload(f"uneven, {size} at a time", size, (uneven,), has_history=False))
         if size % GROUP_SIZE == 0:
             openings = [text(OPENING) for _ in range(size // GROUP_SIZE)]
             first = tuple((openings[place // GROUP_SIZE], TURN_REPLY) for place in range(size))
-            later = [tuple((text(OBSERVATION), TURN_REPLY) for _ in range(size)) for _ in range(NUM_TURNS - 1)]
+            later = [tuple((text(TURN_RESULT), TURN_REPLY) for _ in range(size)) for _ in range(NUM_TURNS - 1)]
             found.append(Workload(f"{NUM_TURNS} turns, {size} at a time", size, (first, *later), has_history=True))
     return found
 
@@ -145,15 +148,28 @@ class GenerateSampler:
         return replies
 
 
-def measure_vllm(python: str, model: Path, workloads: Sequence[Workload], num_repetitions: int) -> Mapping[str, Any]:
-    """CPU seconds of every workload in vLLM, by its name, in a process of the interpreter that has it."""
-    asked = {
-        "model": str(model),
-        "num_repetitions": num_repetitions,
-        "workloads": [asdict(workload) for workload in workloads],
-    }
-    done = subprocess.run(
-        [python, VLLM_PROGRAM], input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+@dataclass(frozen=True, slots=True)
+class VllmTimes:
+    """What vLLM took."""
+
+    version: str
+    cpu_s: Mapping[str, Sequence[float]]
+    """Of each repetition, by the workload's name."""
+
+
+def measure_vllm(python: str, model: Path, todo: Sequence[Workload], num_repetitions: int) -> VllmTimes:
+    """Sample every workload in vLLM, in processes of the interpreter that has it: one a size, for it seats as many."""
+    version, cpu_s = "", dict[str, Sequence[float]]()
+    for size in sorted({workload.size for workload in todo}):
+        asked = {
+            "model": str(model),
+            "size": size,
+            "num_repetitions": num_repetitions,
+            "workloads": [asdict(workload) for workload in todo if workload.size == size],
+        }
+        command = [python, VLLM_PROGRAM]
+        done = subprocess.run(command, input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        version = found["version"]
+        cpu_s |= found["cpu_s"]
+    return VllmTimes(version, cpu_s)

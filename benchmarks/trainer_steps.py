@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -449,13 +449,12 @@ def have_same_prompts(trl: TrlRun, own: OwnRun, setting: Setting) -> bool:
     return True
 
 
-def take_turns(contestants: Sequence[Contestant], num_steps: int) -> list[list[Step]]:
+def take_turns(contestants: Mapping[str, Contestant], num_steps: int) -> dict[str, list[Step]]:
     """The steps of each, after one that warms it up, in an order that changes with every round."""
-    for contestant in contestants:
-        contestant.step()
-    steps: list[list[Step]] = [[] for _ in contestants]
-    for number in range(num_steps):
-        order = list(range(len(contestants)))
-        for place in order if number % 2 == 0 else reversed(order):
-            steps[place].append(contestants[place].step())
-    return steps
+    steps: dict[str, list[Step]] = {name: [] for name in contestants}
+    for number in range(num_steps + 1):
+        for name in sorted(contestants, reverse=number % 2 == 0):
+            step = contestants[name].step()
+            steps[name].append(step)
+            print(f"step {number} of {name}: {step.cpu_s:.2f} s", file=sys.stderr, flush=True)
+    return {name: some[1:] for name, some in steps.items()}

@@ -1,7 +1,7 @@
 """The workloads of trainer_samplers.py in vLLM, for an interpreter that has it and nothing of ours.
 
-Reads {model, num_repetitions, workloads} as JSON from the standard input; the last line of the output is JSON: vLLM's
-version, and by workload the CPU seconds of each repetition. A first one, which is not measured, compiles and warms up.
+Reads {model, size, num_repetitions, workloads} as JSON from the standard input; the last line of the output is JSON:
+vLLM's version, and by workload the CPU seconds of each repetition. A first one, which is not measured, warms up.
 """
 
 from __future__ import annotations
@@ -44,26 +44,21 @@ def main() -> int:
     import vllm
 
     torch.set_num_threads(1)
+    llm = vllm.LLM(
+        asked["model"],
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=asked["size"],
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+    )
     found: dict[str, Any] = {"version": vllm.__version__, "cpu_s": {}}
-    # One engine a size: it seats as many requests as the others do.
-    for size in sorted({workload["size"] for workload in asked["workloads"]}):
-        llm = vllm.LLM(
-            asked["model"],
-            dtype="float32",
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=size,
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",
-        )
-        for workload in asked["workloads"]:
-            if workload["size"] != size:
-                continue
-            times = []
-            for _ in range(asked["num_repetitions"] + 1):
-                llm.reset_prefix_cache()
-                times.append(play(llm, workload))
-            found["cpu_s"][workload["name"]] = times[1:]
-        del llm
+    for workload in asked["workloads"]:
+        times = []
+        for _ in range(asked["num_repetitions"] + 1):
+            llm.reset_prefix_cache()
+            times.append(play(llm, workload))
+        found["cpu_s"][workload["name"]] = times[1:]
     print(json.dumps(found))
     return 0
 

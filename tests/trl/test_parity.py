@@ -90,10 +90,12 @@ LOSSES = (
     Case("bnpo", {"loss_type": "bnpo", **CLIPS}, {**PLAIN, "aggregation": "token_mean"}),
     Case("dapo", {"loss_type": "dapo", **CLIPS}, {**PLAIN, "aggregation": "token_mean"}),
     Case("dr_grpo", {"loss_type": "dr_grpo", **CLIPS}, {"algorithm": "dr_grpo", "loss_length": MAX_TOKENS}),
+    # The ratio of a whole sample stays nearer to 1.
     Case(
         "gspo",
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", **CLIPS},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
         {"algorithm": "gspo", "normalize_by_std": False},
+        own_clip={"clip_low": 0.02, "clip_high": 0.03},
     ),
     # TRL's bound is that of the ratio, ours that of its distance from 1.
     Case(
