@@ -124,6 +124,8 @@ class GenerateSampler:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        # `generate` takes from here what its own config leaves out: nothing may end a reply but its length.
+        model.generation_config.eos_token_id = None
 
     def __call__(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], size: int) -> list[list[int]]:
         replies: list[list[int]] = []

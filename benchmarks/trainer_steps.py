@@ -25,7 +25,7 @@ import httpx
 import psutil
 import torch
 from datasets import Dataset
-from trainer_tasks import Game, Guess, Player, call_tool, load_codec
+from trainer_tasks import END_ID, Game, Guess, Player, call_tool, guess_text, load_codec
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -35,8 +35,9 @@ from swarm_engine.models.loading import load_policy
 from swarm_engine.protocol import Finished, Generate, Sampled
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.seeding import derive_seed
+from swarm_engine.tracker.messages import Message
 from swarm_engine.trainer.trainer import Trainer
-from swarm_engine.types import BatchRecord, Episode, Mode, Outcome, SamplingParams
+from swarm_engine.types import BatchRecord, Episode, FinishReason, Mode, Outcome, SamplingParams
 
 GROUP_SIZE = 8
 LEARNING_RATE = 1e-6
@@ -189,12 +190,15 @@ class TrlRun:
         finally:
             self._turns.has_come.release()
 
-    def prompt_ids(self, setting: Setting, task: int) -> list[int]:
+    def prompt_ids(self, messages: list[Message]) -> list[int]:
         """A first prompt as TRL makes it."""
-        trainer = self._trainer
-        trainer._batch_environments = [None]
-        found: list[int] = trainer._tokenize_prompts([setting.game.opening(task)])[0][0]
+        self._trainer._batch_environments = [None]
+        (found,) = self._trainer._tokenize_prompts([messages])[0]
         return list(found)
+
+    def result_ids(self, result: str) -> list[int]:
+        """What TRL appends to a reply that called the tool."""
+        return list(self._trainer._get_tool_suffix_ids([{"role": "tool", "name": "guess", "content": result}]))
 
     def step(self) -> Step:
         trainer = self._trainer
@@ -441,11 +445,22 @@ def http_run(setting: Setting, folder: Path) -> Iterator[HttpRun]:
 
 
 def have_same_prompts(trl: TrlRun, own: OwnRun, setting: Setting) -> bool:
-    """Whether both give the model the same first prompt of every task of the first step."""
+    """Whether both give the model the same prompts: the first of every task of a step, and one behind a tool call."""
+    game = setting.game
     for task in setting.tasks(0):
-        player = Player(setting.game, task, "compared", own.codec)
-        if list(player.ask().prompt_ids) != trl.prompt_ids(setting, task):
+        player = Player(game, task, "compared", own.codec)
+        draft = player.ask()
+        expected = trl.prompt_ids(game.opening(task))
+        if list(draft.prompt_ids) != expected:
             return False
+        if game.tools:
+            reply = (*own.codec.encode(guess_text(1)), END_ID)
+            player.take(draft, reply, [0.0] * len(reply), 0, FinishReason.STOP)
+            environment = Guess()
+            environment.reset(task)
+            expected = [*expected, *reply, *trl.result_ids(environment.guess(1))]
+            if list(player.ask().prompt_ids) != expected:
+                return False
     return True
 
 

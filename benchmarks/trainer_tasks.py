@@ -225,6 +225,12 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def guess_text(number: int) -> str:
+    """A reply that guesses, as the chat template would write it."""
+    call = json.dumps({"name": "guess", "arguments": {"number": number}})
+    return f"I try {number}.\n<tool_call>\n{call}\n</tool_call>"
+
+
 def taught(game: Game, task: int, codec: ChatCodec, draw: random.Random) -> Sample:
     """An episode as somebody who knows how would play it: in `guess` half the time by bisection."""
     player = Player(game, -task - 1, f"taught-{task}", codec)
@@ -234,8 +240,7 @@ def taught(game: Game, task: int, codec: ChatCodec, draw: random.Random) -> Samp
         draft = player.ask()
         if game is GUESS:
             number = (low + high) // 2 if draw.random() < 0.5 else draw.randint(1, HIGHEST)
-            call = json.dumps({"name": "guess", "arguments": {"number": number}})
-            text = f"I try {number}.\n<tool_call>\n{call}\n</tool_call>"
+            text = guess_text(number)
         else:
             first, last = counted(-task - 1)
             text = " ".join(map(str, range(first, last + 1)))
