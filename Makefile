@@ -13,8 +13,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 FRAMEWORKS := $(VENV)-frameworks
 VLLM := $(VENV)-vllm
 RAY := $(VENV)-ray
+TRL := $(VENV)-trl
 
-.PHONY: install frameworks vllm ray research test test-heavy check format clean
+.PHONY: install frameworks vllm ray trl research test test-heavy check format clean
 
 install: $(VENV)/installed-engine
 
@@ -23,6 +24,8 @@ frameworks: $(FRAMEWORKS)/installed
 vllm: $(VLLM)/installed
 
 ray: $(RAY)/installed
+
+trl: $(TRL)/installed
 
 research: $(VENV)/installed-engine
 	$(BIN)/a3r research --yes "$(QUESTION)"
@@ -34,14 +37,15 @@ test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not heavy and not gpu" $(TESTS)
 
 # What needs more than the core environment: a PostgreSQL server (Debian's package, installed where it is missing),
-# agents in the frameworks that people use, vLLM, and a Ray cluster on this machine, the last three in environments of
+# agents in the frameworks that people use, vLLM, a Ray cluster on this machine and TRL, the last four in environments of
 # their own. vLLM's has an older transformers, so what depends on that runs there too.
-test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed $(VLLM)/installed $(RAY)/installed
+test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed $(VLLM)/installed $(RAY)/installed $(TRL)/installed
 	OMP_NUM_THREADS=1 scripts/with_postgres $(BIN)/pytest -m heavy tests/experiments_db
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks
 	A3R_VLLM_PYTHON=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m heavy tests/vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engine_worker/test_models.py tests/engine_worker/test_tree.py
 	OMP_NUM_THREADS=1 $(RAY)/bin/pytest -m heavy tests/ray
+	OMP_NUM_THREADS=1 $(TRL)/bin/pytest -m heavy tests/trl
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -54,7 +58,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(VLLM) $(RAY) build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(VLLM) $(RAY) $(TRL) build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -90,4 +94,10 @@ $(RAY)/installed: pyproject.toml constraints-ray.txt
 	$(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint constraints-ray.txt --editable ".[engine,ray,dev]"
+	@touch $@
+
+$(TRL)/installed: pyproject.toml constraints-trl.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints-trl.txt --editable ".[engine,trl,dev]"
 	@touch $@

@@ -36,6 +36,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ratios import ratio_of_medians
 from rows import Row, show, show_promises, write_rows
 from trajectories import NAMES, SETS, VOCAB_SIZE, Batch, batch_of
 
@@ -72,8 +73,6 @@ MIN_AGAINST_PACKED = {"react x8": 10.0, "compaction x8": 7.0, "thinking x8": 5.0
 MIN_AGAINST_TOKEN = {"thinking x8": 5.0, "thinking agents x8": 2.8}
 MIN_AGAINST_BEST = 0.97
 """Which the interval of the ratio to the best other mode with the same gradients includes or exceeds, on every set."""
-MIN_REPETITIONS, NUM_DRAWS = 3, 4000
-"""For an interval: from how many repetitions on, and how often they are drawn again."""
 MAX_MEMORY_SHARE = 1 / 3
 MAX_TRIE_S = 1.0
 QUICK_SETS = ("react x1", "thinking x1", "compaction x1", "wide group x16")
@@ -307,15 +306,7 @@ class Measured:
 
     def ratio(self, mode: Mode) -> Interval:
         """How many times as long as the tree a mode takes, of medians; the interval is drawn from the repetitions."""
-        times_R_2 = np.array([self.times_s[mode], self.times_s[Mode.TREE]]).T
-        num = len(times_R_2)
-        ratio = float(np.divide(*np.median(times_R_2, axis=0)))
-        if num < MIN_REPETITIONS:
-            return Interval(ratio, None, None, num)
-        drawn = np.random.default_rng(0).integers(num, size=(NUM_DRAWS, num))
-        medians_D_2 = np.median(times_R_2[drawn], axis=1)
-        low, high = np.quantile(medians_D_2[:, 0] / medians_D_2[:, 1], (0.025, 0.975))
-        return Interval(ratio, float(low), float(high), num)
+        return ratio_of_medians(self.times_s[mode], self.times_s[Mode.TREE])
 
     def limit(self, mode: Mode) -> float:
         """The ratio that the operations alone would allow."""
