@@ -155,12 +155,17 @@ class Catalogue:
         )
 
 
+UNVARIED = frozenset({"teacher_weight"})
+"""Fields that no study varies: a game has no teacher."""
+
+
 def trainer_knobs() -> tuple[Knob, ...]:
     """Every numeric or enumerated field of the trainer's config that has more than one value and a default, which a
     knob that the default algorithm does not read has not."""
     config = TrainerConfig()
     own = {name: value for name, value in asdict(config.knobs).items() if value is not None}
-    found = (_knob(name, info, own.get(name, info.default)) for name, info in TrainerConfig.model_fields.items())
+    known = {name: info for name, info in TrainerConfig.model_fields.items() if name not in UNVARIED}
+    found = (_knob(name, info, own.get(name, info.default)) for name, info in known.items())
     return tuple(knob for knob in found if knob is not None)
 
 
