@@ -531,6 +531,7 @@ class EngineConfig(Frozen):
             )
         return self
 
+    @model_validator(mode="after")
     def _policies_have_names(self) -> Self:
         if not self.policies:
             raise ValueError('policies names none; name one at least, as in {"policy": {"model": "nano-tictactoe"}}')

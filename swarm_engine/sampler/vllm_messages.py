@@ -5,7 +5,8 @@ weights, and ends when the line does. `LoadModel` comes first and makes the engi
 after every update the worker writes the weights into the shared memory and says `LoadWeights`. Requests and replies are
 those of the front: `Generate`, `Cancel`, `Sampled`, `Finished`, `Rejected`.
 
-An adapter (LoRA) would be a message beside `LoadWeights`, with places of its own in the memory.
+An adapter comes merged into the weights of its model; kept apart, it would be a message beside `LoadWeights` with
+places of its own in the memory.
 """
 
 from __future__ import annotations

@@ -23,15 +23,16 @@ from pydantic import ValidationError
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
 
-from swarm_engine.config import EngineConfig, SamplerBackend, SamplerConfig, VllmDtype
+from swarm_engine.config import EngineConfig, LoraConfig, SamplerBackend, SamplerConfig, VllmDtype
 from swarm_engine.errors import BadRequestError, WorkerError
-from swarm_engine.models.loading import LoadedPolicy, load_policy
-from swarm_engine.protocol import Failed, Finished, Rejected, Sampled, Stop, Update, Updated
+from swarm_engine.models.loading import LoadedPolicy, adapt, load_policy
+from swarm_engine.protocol import Boot, Failed, Finished, Rejected, Sampled, Stop, Update, Updated
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.sampler.vllm_link import PYTHON_VARIABLE
 from swarm_engine.sampler.vllm_process import check_llguidance
 from swarm_engine.types import BatchRecord, FinishReason
+from swarm_engine.worker import Engine
 
 CONFIG = SamplerConfig(backend=SamplerBackend.VLLM, max_running=8)
 WAIT_S = 60.0
@@ -223,6 +224,17 @@ def test_an_interpreter_that_is_not_there_or_has_no_vllm_is_named(
         Driven(tiny, CONFIG)
 
 
+def test_an_adapter_comes_merged_into_its_model(home: Path, tiny: LoadedPolicy) -> None:  # noqa: ARG001
+    adapted = adapt(tiny, "tiny", "", LoraConfig(rank=2), 0)
+    driven = Driven(adapted, CONFIG)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, half in adapted.model.named_adapter():
+            half.add_(0.1 * torch.randn(half.shape, generator=draw))
+    driven.sampler.weights_changed(1)
+    driven.sampler.close()
+
+
 VLLM = {"sampler": {"backend": "vllm"}}
 
 
@@ -255,6 +267,30 @@ def test_a_worker_serves_and_trains_with_it(home: Path, tmp_path: Path) -> None:
         front.send(Stop())
         assert front.process.wait(30) == 0
         assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_updates_run_beside_it_where_staleness_allows(
+    home: Path,  # noqa: ARG001
+    tiny_dir: Path,
+    tmp_path: Path,
+    staleness: int,
+) -> None:
+    config = {
+        **VLLM,
+        "num_threads": 1,
+        "policies": {"policy": {"model": "tiny"}},
+        "trainer": {"max_staleness": staleness},
+    }
+    engine = Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path / "checkpoints")))
+    (policy,) = engine.policies.values()
+    assert engine.is_asynchronous is bool(staleness)
+    assert not policy.has_copy
+    updated = engine.train(update(1))
+    assert (updated.step, policy.sampler.is_idle) == (1, True)
+    assert engine.serve_weights() == []
+    policy.sampler.close()
 
 
 @pytest.mark.slow
