@@ -565,6 +565,8 @@ class EngineConfig(Frozen):
             reason = "the policy that is trained has lora, whose branches are not sharded"
         elif self.trainer.is_asynchronous:
             reason = f"trainer.max_staleness is {self.trainer.max_staleness}, and ranks train between episodes only"
+        elif self.sampler.backend is SamplerBackend.VLLM:
+            reason = "sampler.backend is vllm, which nobody has run beside several ranks"
         if reason is not None:
             raise ValueError(f"placement.num_workers is {self.placement.num_workers}, but {reason}; leave it out")
         return self

@@ -154,6 +154,7 @@ def test_a_placement_that_cannot_be_is_refused(placement: dict[str, object], rea
         ({"policies": {"one": {}, "other": {}}}, "2 policies are trainable"),
         ({"policies": {"one": {"lora": {}}}}, "has lora, whose branches are not sharded"),
         ({"trainer": {"max_staleness": 1}}, "trainer.max_staleness is 1, and ranks train between episodes only"),
+        ({"sampler": {"backend": "vllm"}}, "sampler.backend is vllm"),
     ],
 )
 def test_what_ranks_do_not_train_is_refused(config: dict[str, Any], reason: str) -> None:
