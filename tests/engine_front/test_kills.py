@@ -94,6 +94,7 @@ class Run:
                 workers[0].kill()
                 return f"worker in {state}"
         self.served.process.kill()
+        self.served.process.wait()  # `mend` asks whether it lives
         return f"front in {state}"
 
 
