@@ -58,7 +58,7 @@ MODEL = {
 HIGHEST = 100
 NUM_TURNS = 6
 LONGEST_COUNT = 40
-WARM_UP = Recipe(num_updates=240, batch_size=4, num_warmup_updates=10, context_weight=0.0)
+WARM_UP = Recipe(num_updates=300, batch_size=4, num_warmup_updates=10, context_weight=0.0)
 NUM_TAUGHT = {"guess": 640, "count": 320}
 """Conversations to be cloned."""
 
