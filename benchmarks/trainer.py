@@ -63,6 +63,8 @@ TEMPLATE = Path(trl.__file__).parent / "chat_templates" / "qwen3_instruct_2507.j
 """Qwen3's own, without thoughts; one that TRL knows how to read tool calls from."""
 MIN_SPEEDUP = {GUESS.name: 1.5, COUNT.name: 1.0}
 """Promised of a step, in CPU time."""
+MIN_CALLS = 0.9
+"""Promised of both trainers, or they would not have played the same game."""
 MIN_SAMPLER, MIN_SAMPLER_TURNS = 1.0, 2.0
 """Promised of the sampler against `generate`, in tokens per CPU second; the second where prompts go on."""
 PARTS = ("steps", "samplers")
@@ -80,12 +82,19 @@ class Beside:
 
     game: Game
     case: str
+    num_episodes: int
+    """Of a step."""
     steps: dict[str, list[Step]]
     has_same_prompts: bool
 
     def ratio(self, name: str) -> Interval:
         """CPU time of a step of somebody over ours."""
         those, ours = ([step.cpu_s for step in self.steps[one]] for one in (name, "ours"))
+        return ratio_of_medians(those, ours)
+
+    def ratio_per_token(self, name: str) -> Interval:
+        """The same of CPU time by token sampled: replies are drawn, so one trainer may have had the longer ones."""
+        those, ours = ([step.cpu_s / step.num_sampled for step in self.steps[one]] for one in (name, "ours"))
         return ratio_of_medians(those, ours)
 
 
@@ -98,7 +107,7 @@ def measure_steps(model: Path, game: Game, num_groups: int, num_steps: int) -> B
         has_same = have_same_prompts(theirs, ours, setting)
         steps = take_turns({"TRL": theirs, "ours": ours, "ours over HTTP": http}, num_steps)
         theirs.close()
-    return Beside(game, f"{game.name}, {num_groups} x {GROUP_SIZE}", steps, has_same)
+    return Beside(game, f"{game.name}, {num_groups} x {GROUP_SIZE}", setting.num_episodes, steps, has_same)
 
 
 def step_rows(found: Beside, *, is_quick: bool) -> Iterator[Row]:
@@ -114,20 +123,27 @@ def step_rows(found: Beside, *, is_quick: bool) -> Iterator[Row]:
         if all(step.rollout_s is not None for step in steps):
             yield row("rollout", [step.rollout_s or 0 for step in steps], "s")
             yield row("update", [step.cpu_s - (step.rollout_s or 0) for step in steps], "s")
-            yield row("calls of the tool", [step.num_calls or 0 for step in steps], "")
+            if found.game.tools:
+                yield row("calls of the tool", [step.num_calls or 0 for step in steps], "calls")
             yield row("tokens read", [step.num_read or 0 for step in steps], "tokens")
         yield row("tokens sampled", [step.num_sampled for step in steps], "tokens")
         yield row("tokens trained", [step.num_trained for step in steps], "tokens")
         if name != "ours":
-            ratio = found.ratio(name)
-            yield Row(found.case, f"{name} / ours", ratio.mean, "", ratio.low, ratio.high, n, is_quick)
+            for what, ratio in (("", found.ratio(name)), (" by token sampled", found.ratio_per_token(name))):
+                yield Row(found.case, f"{name} / ours{what}", ratio.mean, "", ratio.low, ratio.high, n, is_quick)
 
 
 def step_promises(found: Beside) -> Iterator[tuple[bool, str]]:
     """What is promised of a game."""
-    ratio, bar = found.ratio("TRL").mean, MIN_SPEEDUP[found.game.name]
-    yield ratio >= bar, f"{found.case}: a step of TRL takes {ratio:.2f} times ours, at least {bar}"
+    bar = MIN_SPEEDUP[found.game.name]
+    for what, ratio in (("a step", found.ratio("TRL")), ("a token sampled", found.ratio_per_token("TRL"))):
+        yield ratio.mean >= bar, f"{found.case}: {what} of TRL takes {ratio.mean:.2f} times ours, at least {bar}"
     yield found.has_same_prompts, f"{found.case}: TRL and ours give the model the same prompts"
+    if found.game.tools:
+        most = (found.game.num_turns - 1) * found.num_episodes
+        for name in ("TRL", "ours"):
+            share = statistics.fmean(step.num_calls or 0 for step in found.steps[name]) / most
+            yield share >= MIN_CALLS, f"{found.case}: {name} carried out {share:.0%} of the calls there could be"
     num_flat = sum(step.num_flat for steps in found.steps.values() for step in steps)
     yield num_flat == 0, f"{found.case}: {num_flat} episodes of groups without variance, so both trained all"
 

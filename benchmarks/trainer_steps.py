@@ -81,7 +81,7 @@ class Step:
     num_read: int | None = None
     """Tokens of prompts and histories that the rollout computed, TRL's padding included."""
     num_calls: int | None = None
-    """Replies that held a tool call."""
+    """Tool calls that were carried out."""
     num_flat: int = 0
     """Episodes whose group had one reward for all."""
 

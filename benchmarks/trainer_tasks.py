@@ -58,9 +58,9 @@ MODEL = {
 HIGHEST = 100
 NUM_TURNS = 6
 LONGEST_COUNT = 40
-WARM_UP = Recipe(num_updates=150, batch_size=4, num_warmup_updates=10, context_weight=0.0)
-NUM_TAUGHT = 400
-"""Conversations of each game to be cloned."""
+WARM_UP = Recipe(num_updates=300, batch_size=4, num_warmup_updates=10, context_weight=0.0)
+NUM_TAUGHT = {"guess": 640, "count": 320}
+"""Conversations to be cloned."""
 
 
 class Guess:
@@ -139,7 +139,7 @@ class Player:
         self.game = game
         self.tracker = EpisodeTracker(name, "policy", codec)
         self.num_calls = 0
-        """Replies that held a tool call."""
+        """Tool calls that were carried out."""
         self._codec = codec
         self._messages = game.opening(task)
         self._turn = 0
@@ -169,12 +169,12 @@ class Player:
             answer=answer,
         )
         self._turn += 1
-        self.num_calls += bool(answer.tool_calls)
         if self._turn == self.game.num_turns or not answer.tool_calls:
             return False
         self._messages.append(answer.message())
         for call in answer.tool_calls:
             result = call_tool(self._environment, call.name, call.arguments)
+            self.num_calls += 1
             self._messages.append({"role": "tool", "content": result, "tool_call_id": call.call_id})
         return True
 
@@ -196,7 +196,8 @@ def build_model(folder: Path, template: str, recipe: Recipe = WARM_UP, seed: int
         (source / "chat_template.jinja").write_text(template, encoding="utf-8")
         codec = load_codec(source)
         draw = random.Random(derive_seed("warm-up", seed))
-        samples = [taught(game, number, codec, draw) for number in range(NUM_TAUGHT) for game in (GUESS, COUNT)]
+        games = (GUESS, COUNT)
+        samples = [taught(game, number, codec, draw) for game in games for number in range(NUM_TAUGHT[game.name])]
         model = Decoder(DecoderConfig.from_json(MODEL))
         randomize(model, seed)
         clone(model, samples, recipe, seed)
@@ -228,7 +229,7 @@ def build_tokenizer() -> Tokenizer:
 def guess_text(number: int) -> str:
     """A reply that guesses, as the chat template would write it."""
     call = json.dumps({"name": "guess", "arguments": {"number": number}})
-    return f"I try {number}.\n<tool_call>\n{call}\n</tool_call>"
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def taught(game: Game, task: int, codec: ChatCodec, draw: random.Random) -> Sample:
