@@ -1,7 +1,7 @@
 """Trainer and sampler beside TRL's GRPOTrainer, transformers' `generate` and vLLM, on one CPU thread, in one run.
 
     make .venv-trl/installed
-    .venv-trl/bin/python benchmarks/trainer.py [--quick] [--parts steps samplers] [--groups 4] [--steps 7]
+    .venv-trl/bin/python benchmarks/trainer.py [--quick] [--parts steps samplers] [--groups 2] [--steps 7]
                                                [--repetitions 7] [--model FOLDER] [--vllm-python PYTHON]
                                                [--json FILE]
 
@@ -224,7 +224,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Trainer and sampler beside TRL, generate and vLLM.")
     parser.add_argument("--quick", action="store_true", help="show within minutes that it runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" or ".join(PARTS))
-    parser.add_argument("--groups", type=int, default=4, help=f"of {GROUP_SIZE} episodes in a step")
+    parser.add_argument("--groups", type=int, default=2, help=f"of {GROUP_SIZE} episodes in a step")
     parser.add_argument("--steps", type=int, default=7, help="measured of each trainer")
     parser.add_argument("--repetitions", type=int, default=7, help="of each sampler's workload")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="keep the warmed-up model here, or take it")

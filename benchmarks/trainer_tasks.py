@@ -58,7 +58,7 @@ MODEL = {
 HIGHEST = 100
 NUM_TURNS = 6
 LONGEST_COUNT = 40
-WARM_UP = Recipe(num_updates=300, batch_size=4, num_warmup_updates=10, context_weight=0.0)
+WARM_UP = Recipe(num_updates=150, batch_size=4, num_warmup_updates=10, context_weight=0.0)
 NUM_TAUGHT = {"guess": 640, "count": 320}
 """Conversations to be cloned."""
 
@@ -211,7 +211,10 @@ def load_codec(folder: Path) -> ChatCodec:
 
 
 def build_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer of the English that Python ships, with Qwen3's control tokens."""
+    """A byte-level BPE tokenizer of the English that Python ships, with Qwen3's control tokens.
+
+    Calls are among its texts too: as Qwen3's it has two closing braces as one token, or the model had to count them.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -221,7 +224,7 @@ def build_tokenizer() -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(topics.values(), trainer)
+    tokenizer.train_from_iterator([*topics.values(), *map(guess_text, range(1, 2 * HIGHEST))], trainer)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
     return tokenizer
 
