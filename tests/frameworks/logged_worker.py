@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from swarm_engine import worker
+from swarm_engine import hosted, worker
 from swarm_engine.protocol import Generate, Sampled
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.slots import SlotSampler
@@ -40,6 +40,6 @@ class LoggedSampler(SlotSampler):
 
 if __name__ == "__main__":
     LoggedSampler.log = Path(sys.argv[sys.argv.index("--log") + 1])
-    worker.SlotSampler = LoggedSampler  # type: ignore[misc, attr-defined]
+    hosted.SlotSampler = LoggedSampler  # type: ignore[misc, attr-defined]
     del sys.argv[1:3]
     worker.main()
