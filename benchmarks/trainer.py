@@ -68,7 +68,7 @@ MIN_CALLS = 0.9
 MIN_SAMPLER, MIN_SAMPLER_TURNS = 1.0, 2.0
 """Promised of the sampler against `generate`, in tokens per CPU second; the second where prompts go on."""
 PARTS = ("steps", "samplers")
-QUICK_UPDATES, QUICK_SIZES = 3, (1, 8)
+QUICK_UPDATES, QUICK_SIZES = 3, (8,)
 LEGEND = f"""\
 what is sampled or trained, what of whom, value [95% bootstrap interval] unit, n = repetitions. GAME, GROUPS x
 {GROUP_SIZE}: medians over steps; "rollout" is prompts, replies, tools and rewards, "update" the rest of the step;
@@ -222,7 +222,7 @@ def vllm_row(found: VllmTimes, workload: Workload, *, is_quick: bool) -> Row:
 def main() -> int:
     """Run it; the last lines say whether the promises hold."""
     parser = argparse.ArgumentParser(description="Trainer and sampler beside TRL, generate and vLLM.")
-    parser.add_argument("--quick", action="store_true", help="show within minutes that it runs")
+    parser.add_argument("--quick", action="store_true", help="show within a minute or two that it runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=" or ".join(PARTS))
     parser.add_argument("--groups", type=int, default=2, help=f"of {GROUP_SIZE} episodes in a step")
     parser.add_argument("--steps", type=int, default=7, help="measured of each trainer")

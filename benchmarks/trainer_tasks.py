@@ -60,7 +60,7 @@ NUM_TURNS = 6
 LONGEST_COUNT = 40
 WARM_UP = Recipe(num_updates=150, batch_size=4, num_warmup_updates=10, context_weight=0.0)
 NUM_TAUGHT = {"guess": 640, "count": 320}
-"""Conversations to be cloned."""
+"""Conversations to be cloned, at most."""
 
 
 class Guess:
@@ -197,7 +197,10 @@ def build_model(folder: Path, template: str, recipe: Recipe = WARM_UP, seed: int
         codec = load_codec(source)
         draw = random.Random(derive_seed("warm-up", seed))
         games = (GUESS, COUNT)
-        samples = [taught(game, number, codec, draw) for game in games for number in range(NUM_TAUGHT[game.name])]
+        most = recipe.num_updates * recipe.batch_size  # more are not looked at
+        samples = [
+            taught(game, number, codec, draw) for game in games for number in range(min(most, NUM_TAUGHT[game.name]))
+        ]
         model = Decoder(DecoderConfig.from_json(MODEL))
         randomize(model, seed)
         clone(model, samples, recipe, seed)
