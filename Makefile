@@ -74,10 +74,11 @@ $(VENV)/installed-dev: $(VENV)/installed-engine
 	$(PIP_INSTALL) --editable ".[engine,postgres,dev]"
 	@touch $@
 
-$(FRAMEWORKS)/installed: pyproject.toml constraints-frameworks.txt
-	$(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints-frameworks.txt --editable ".[engine,frameworks,dev]"
+# Each has an extra of its name in pyproject.toml and its own constraints.
+$(FRAMEWORKS)/installed $(RAY)/installed $(TRL)/installed: $(VENV)-%/installed: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint constraints-$*.txt --editable ".[engine,$*,dev]"
 	@touch $@
 
 # The list is whole, so nothing is looked up but PyTorch's own needs, which are others for a CUDA build.
@@ -88,16 +89,4 @@ $(VLLM)/installed: constraints-vllm.txt
 		--constraint constraints-vllm.txt torch
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--no-deps --requirement constraints-vllm.txt
-	@touch $@
-
-$(RAY)/installed: pyproject.toml constraints-ray.txt
-	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints-ray.txt --editable ".[engine,ray,dev]"
-	@touch $@
-
-$(TRL)/installed: pyproject.toml constraints-trl.txt
-	$(PYTHON) -m venv $(TRL)
-	$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint constraints-trl.txt --editable ".[engine,trl,dev]"
 	@touch $@
