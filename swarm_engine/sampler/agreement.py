@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,9 +19,20 @@ from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.scoring import Row, score
 from swarm_engine.types import SamplingParams
 
-AGREEMENT_MAX = 1e-3
-AGREEMENT_MEAN = 1e-4
-"""Nats that sampler and trainer may differ by about a token, at most and on average, in float32."""
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Nats that sampler and trainer may differ by about a token."""
+
+    mean: float
+    most: float
+
+    def hold(self, mean: float, most: float) -> bool:
+        """Whether a difference is within them; one that is not a number is not."""
+        return mean <= self.mean and most <= self.most
+
+
+FLOAT32 = Limits(mean=1e-4, most=1e-3)
 
 PROBE_ID = "probe of version "
 PROBE_TOKENS = 8
@@ -56,18 +68,28 @@ def check_agreement(policy: LoadedPolicy, is_lockstep: bool) -> None:
     compare(list(sampled.values()), trained_N, "the policy")
 
 
+def difference(sampled: Sequence[float], trained_N: Tensor) -> tuple[float, float]:
+    """How far the log-probabilities of N tokens are apart, in nats on average and at most.
+
+    Args:
+        sampled: as the sampler gave them.
+        trained_N: under the trainer's weights.
+    """
+    difference_N = (torch.tensor(sampled, dtype=trained_N.dtype) - trained_N).abs()
+    return float(difference_N.mean()), float(difference_N.max())
+
+
 def compare(sampled: Sequence[float], trained_N: Tensor, what: str) -> None:
     """See that some tokens have the same log-probabilities.
 
     Raises:
         WorkerError: they differ by more than rounding does.
     """
-    difference_N = (torch.tensor(sampled, dtype=trained_N.dtype) - trained_N).abs()
-    if not (difference_N.max() <= AGREEMENT_MAX and difference_N.mean() <= AGREEMENT_MEAN):
+    mean, most = difference(sampled, trained_N)
+    if not FLOAT32.hold(mean, most):
         raise WorkerError(
-            f"sampler and trainer differ by up to {float(difference_N.max()):.1e} nats about a token of {what}, the "
-            f"limit is {AGREEMENT_MAX}; the weights may be broken, or this machine's matrix products are not accurate "
-            "enough"
+            f"sampler and trainer differ by up to {most:.1e} nats about a token of {what}, the limit is "
+            f"{FLOAT32.most}; the weights may be broken, or this machine's matrix products are not accurate enough"
         )
 
 

@@ -32,6 +32,7 @@ from swarm_engine.errors import WorkerError
 from swarm_engine.models.loading import DTYPE_KEYS, LoadedPolicy
 from swarm_engine.protocol import Cancel, Failed, Finished, Generate, Rejected, Sampled, frame, read_frames
 from swarm_engine.sampler import Reply
+from swarm_engine.sampler.agreement import FLOAT32, Limits, difference
 from swarm_engine.sampler.requests import refusal_of
 from swarm_engine.sampler.shared_weights import new_memory, plan_places, views
 from swarm_engine.sampler.vllm_messages import (
@@ -49,12 +50,8 @@ from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.scoring import Row, score
 from swarm_engine.types import SamplingParams
 
-AGREEMENT: dict[VllmDtype, tuple[float, float]] = {
-    VllmDtype.FLOAT32: (1e-4, 1e-3),
-    VllmDtype.BFLOAT16: (0.02, float("inf")),
-}
-"""Nats that vLLM and the trainer's float32 may differ by about a token of the probe, on average and at most. In
-bfloat16 a single token may be far off where its logits are large."""
+AGREEMENT = {VllmDtype.FLOAT32: FLOAT32, VllmDtype.BFLOAT16: Limits(mean=0.02, most=float("inf"))}
+"""Of vLLM and the trainer's float32, on the probe. In bfloat16 a token may be far off where its logits are large."""
 
 PROBE_TOKENS = 96
 PROBE_REPLY = 16
@@ -277,14 +274,13 @@ class VllmSampler:
             logprobs += sampled.logprobs
         with torch.no_grad():
             trained_N = score(self._policy.model, rows).logprobs_N
-        difference_N = (torch.tensor(logprobs, dtype=trained_N.dtype) - trained_N).abs()
-        mean, most = float(difference_N.mean()), float(difference_N.max())
-        mean_limit, max_limit = AGREEMENT[self._dtype]
-        if not (mean <= mean_limit and most <= max_limit):
+        mean, most = difference(logprobs, trained_N)
+        limits = AGREEMENT[self._dtype]
+        if not limits.hold(mean, most):
             raise WorkerError(
                 f"vLLM and the trainer differ by {mean:.1e} nats about a token on average, {most:.1e} at most, the "
-                f"limits in {self._dtype} are {mean_limit} and {max_limit}; vLLM samples from other weights than are "
-                "trained, or computes them otherwise"
+                f"limits in {self._dtype} are {limits.mean} and {limits.most}; vLLM samples from other weights than "
+                "are trained, or computes them otherwise"
             )
         log.info("vLLM and the trainer differ by %.1e nats about a token on average, %.1e at most", mean, most)
 
