@@ -8,7 +8,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from episodes import conversations
+from episodes import update
 from held_worker import Gate
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
@@ -23,18 +23,12 @@ from swarm_engine.protocol import (
     Save,
     Saved,
     Stop,
-    Update,
     Updated,
 )
-from swarm_engine.types import BatchRecord, SamplingParams
+from swarm_engine.types import SamplingParams
 from swarm_engine.worker import Beside, Engine, Inbox
 
 ASYNCHRONOUS = {"max_staleness": 1}
-
-
-def update(step: int) -> Update:
-    batch = conversations(step)
-    return Update(BatchRecord(step, tuple(episode.episode_id for episode in batch), step), tuple(batch))
 
 
 def weights_of(saved: Saved) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from episodes import conversations
+from episodes import update
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from worker_process import WorkerProcess
@@ -25,21 +25,15 @@ from swarm_engine.protocol import (
     Save,
     Saved,
     Stop,
-    Update,
     Updated,
 )
-from swarm_engine.types import BatchRecord, SamplingParams
+from swarm_engine.types import SamplingParams
 
 TWO: dict[str, Any] = {"placement": {"num_workers": 2}, "trainer": {"kl_weight": 0.1, "microbatch_tokens": 96}}
 ONE: dict[str, Any] = {"trainer": TWO["trainer"]}
 
 TIMEOUT_S = 300.0
 """Importing what shards a model takes seconds of CPU time on each rank, and tests share the cores."""
-
-
-def update(step: int) -> Update:
-    batch = conversations(step)
-    return Update(BatchRecord(step, tuple(episode.episode_id for episode in batch), step), tuple(batch))
 
 
 def trained(front: WorkerProcess, *steps: int) -> Path:

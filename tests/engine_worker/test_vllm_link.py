@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from driven_sampler import Driven, ask, num_ended
-from episodes import conversations
+from episodes import update
 from fake_vllm import fake_vllm
 from pydantic import ValidationError
 from tiny_model import build_tiny_model
@@ -26,12 +26,12 @@ from worker_process import WorkerProcess
 from swarm_engine.config import EngineConfig, LoraConfig, SamplerBackend, SamplerConfig, VllmDtype
 from swarm_engine.errors import BadRequestError, WorkerError
 from swarm_engine.models.loading import LoadedPolicy, adapt, load_policy
-from swarm_engine.protocol import Boot, Failed, Finished, Rejected, Sampled, Stop, Update, Updated
+from swarm_engine.protocol import Boot, Failed, Finished, Rejected, Sampled, Stop, Updated
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.sampler.vllm_link import PYTHON_VARIABLE
 from swarm_engine.sampler.vllm_process import check_llguidance
-from swarm_engine.types import BatchRecord, FinishReason
+from swarm_engine.types import FinishReason
 from swarm_engine.worker import Engine
 
 CONFIG = SamplerConfig(backend=SamplerBackend.VLLM, max_running=8)
@@ -236,11 +236,6 @@ def test_an_adapter_comes_merged_into_its_model(home: Path, tiny: LoadedPolicy) 
 
 
 VLLM = {"sampler": {"backend": "vllm"}}
-
-
-def update(step: int) -> Update:
-    batch = conversations(step)
-    return Update(BatchRecord(step, tuple(episode.episode_id for episode in batch), step), tuple(batch))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from episodes import call, conversations, episode
+from episodes import call, episode, update
 from pydantic import ValidationError
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
@@ -34,11 +34,6 @@ from swarm_engine.sampler.agreement import check_agreement
 from swarm_engine.trainer.scoring import Row, score
 from swarm_engine.types import BatchRecord, FinishReason, SamplingParams
 from swarm_engine.worker import Engine
-
-
-def update(step: int) -> Update:
-    batch = conversations(step)
-    return Update(BatchRecord(step, tuple(episode.episode_id for episode in batch), step), tuple(batch))
 
 
 def weights_of(folder: str | Path) -> str:

@@ -10,9 +10,10 @@ import torch
 
 from swarm_engine.config import Merge
 from swarm_engine.models.decoder import Decoder
+from swarm_engine.protocol import Update
 from swarm_engine.trainer.rows import row_of
 from swarm_engine.trainer.scoring import score
-from swarm_engine.types import Call, Episode, FinishReason, Mode, Outcome
+from swarm_engine.types import BatchRecord, Call, Episode, FinishReason, Mode, Outcome
 
 EXACT_MERGES = (Merge.NONE, Merge.TOKEN, Merge.TREE)
 """Those that leave the loss as it is."""
@@ -86,6 +87,12 @@ def conversations(seed: int, num_groups: int = 2, group_size: int = 4, num_turns
                 episode(f"e{group}-{index}", calls, rewards, group_id=f"g{group}", index=index, task_id=f"t{group}")
             )
     return episodes
+
+
+def update(step: int) -> Update:
+    """An update on such conversations, others at each step."""
+    batch = conversations(step)
+    return Update(BatchRecord(step, tuple(episode.episode_id for episode in batch), step), tuple(batch))
 
 
 def own_logprobs(model: Decoder, one: Call) -> list[float]:
