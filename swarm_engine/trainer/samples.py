@@ -64,7 +64,8 @@ class Sample:
     call_ids: tuple[str, ...] = ()
     """Its calls, in order of arrival."""
     prompts: tuple[int, ...] = ()
-    """For each of them a number that it shares with those of the same prompt: choices of one ask, and retries."""
+    """For each of them a number that it shares with those of the same prompt: choices of one ask, and retries. Empty
+    where no step has a reward, for then nobody asks."""
     advantage: float = 0.0
     """Of every token."""
     step_advantages: Mapping[str, float] = field(default_factory=dict)
@@ -273,7 +274,7 @@ def _sample(episode: Episode, agent: str, config: TrainerConfig, version: int, m
         num_raw_tokens=sum(len(timeline.tokens) for timeline in raw),
         step_rewards=steps,
         call_ids=tuple(call.call_id for call in calls),
-        prompts=tuple(prompts.setdefault(call.prompt_ids, len(prompts)) for call in calls),
+        prompts=tuple(prompts.setdefault(call.prompt_ids, len(prompts)) for call in calls) if steps else (),
     )
     drop: Drop | None = None
     if episode.outcome is Outcome.ENV_ERROR:
