@@ -436,10 +436,9 @@ class TeacherConfig(Frozen):
     `prompt_logprobs`, on a model with the policy's tokenizer."""
 
     base_url: str = Field(pattern=r"^https?://")
-    """Up to and including `/v1`."""
+    """Up to and including `/v1`. Its key, where it wants one, is in the server's environment (`A3R_TEACHER_API_KEY`):
+    a config comes over HTTP, and one that could name a variable could have any secret sent to any address."""
     model: str = Field(min_length=1)
-    api_key_env: str | None = None
-    """Variable of the server's environment that holds the key; None sends none."""
     max_running: int = Field(16, ge=1, le=1024)
     """Requests at once."""
 

@@ -457,8 +457,10 @@ class Engine:
         await self.journal.append(BatchWrite(record, taught), announced)
         loaded.pool.close()
         self._open_batches(loaded, taken=step)
-        if taught is not None or loaded.config.trainer.merge is Merge.TEXT:  # which need what only the journal has
+        if loaded.config.trainer.merge is Merge.TEXT:  # which needs what only the records have
             episodes = await asyncio.to_thread(self._read_batch, record, loaded.config.trainer, loaded.policies)
+        elif taught is not None:
+            episodes = tuple(with_teacher(episode, taught) for episode in episodes)
         updated = await loaded.link.update(Update(record, episodes))
         loaded.step = step
         self._open_batches(loaded, taken=step)

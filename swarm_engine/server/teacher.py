@@ -21,6 +21,8 @@ from swarm_engine.errors import TeacherError, shown
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.types import Call, Episode
 
+KEY_VARIABLE = "A3R_TEACHER_API_KEY"
+"""Holds the key; unset sends none."""
 TIMEOUT_S = 120.0
 """For one answer; a large teacher may have a queue."""
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
@@ -37,14 +39,9 @@ class Teacher:
     """One teacher. Connections are opened for a batch and closed after it."""
 
     def __init__(self, config: TeacherConfig, pauses_s: Sequence[float] = PAUSES_S) -> None:
-        key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
-        if config.api_key_env and not key:
-            raise TeacherError(
-                f"teacher.api_key_env names {config.api_key_env}, which is not set",
-                "set it in the environment that the server is started in",
-            )
         self._config = config
         self._pauses_s = pauses_s
+        key = os.environ.get(KEY_VARIABLE)
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
     async def probe(self, codec: ChatCodec) -> None:
