@@ -213,13 +213,13 @@ class ChatCodec:
     def _tells_names_of_replies(self) -> bool:
         """Whether a prompt shows them anywhere: of one speaker or of several, in replies or in calls."""
         first, reply, last = PROBE
-        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
-        result = self.protect({"role": "tool", "tool_call_id": call["id"], "content": "seen"})
-        calling = self.protect({"role": "assistant", "content": "", "tool_calls": [call]})
-        probes: list[list[Message]] = [[first, reply, last], [first, reply, last, reply, last]]
+        earlier = [reply, last]
         if self._wants.has_calls:
-            probes.append([first, calling, result, reply, last])
-        for probe in probes:
+            call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "seen"}
+            earlier = [self.protect(calling), self.protect(result)]
+        for probe in ([first, reply, last], [first, *earlier, reply, last]):
             named = [
                 {**message, "name": f"probe{place}"} if message["role"] == "assistant" else message
                 for place, message in enumerate(probe)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CODECS, KINDS, NOW, QWEN25
+from chat_templates import CODECS, GEMMA3, KINDS, NOW, QWEN25, Kind
 from chats import ARGUMENTS, TOOLS, WITH_TOOLS, Chat, call_text, final_text, rewritten, sent_back, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,18 +141,28 @@ def test_a_template_that_shows_the_names_of_replies_gets_them() -> None:
     assert "assistant\nok" in codec.show(plainly.prompt_ids)
 
 
-@pytest.mark.parametrize(
-    "condition", ["message.tool_calls", "messages | map(attribute='name', default='') | unique | list | length > 2"]
-)
-def test_names_that_a_template_shows_now_and_then_are_kept(condition: str) -> None:
-    """Of calls alone, or where there are several speakers."""
-    plain = "{{- '<|im_start|>assistant\\n' + (message.content or '') }}"
-    named = "{{- '<|im_start|>assistant ' + ((message.name or '') if " + condition + " else '') + '\\n' }}"
-    assert plain in QWEN25.template
-    changed = QWEN25.template.replace(plain, named + "{{- message.content or '' }}")
-    codec = dataclasses.replace(QWEN25, template=changed).codec()
+SEVERAL_SPEAKERS = "messages | map(attribute='name', default='') | unique | list | length > 2"
+
+
+def check_names_are_kept(kind: Kind, plain: str, named: str) -> None:
+    assert plain in kind.template
+    codec = dataclasses.replace(kind, template=kind.template.replace(plain, named)).codec()
     labelled = [{"role": "assistant", "content": "ok", "name": "bob"}]
     assert codec.without_labels(labelled) == tuple(labelled)
+
+
+@pytest.mark.parametrize("condition", ["message.tool_calls", SEVERAL_SPEAKERS])
+def test_names_that_a_template_shows_now_and_then_are_kept(condition: str) -> None:
+    """Of calls alone, or where there are several speakers."""
+    named = "{{- '<|im_start|>assistant ' + ((message.name or '') if " + condition + " else '') + '\\n' }}"
+    plain = "{{- '<|im_start|>assistant\\n' + (message.content or '') }}"
+    check_names_are_kept(QWEN25, plain, named + "{{- message.content or '' }}")
+
+
+def test_names_of_several_speakers_are_kept_by_a_template_without_tools() -> None:
+    plain = "{{- message.content | trim + '<end_of_turn>\\n' }}"
+    named = "{{- (message.name or '') if " + SEVERAL_SPEAKERS + " else '' }}"
+    check_names_are_kept(GEMMA3, plain, named + plain)
 
 
 def test_thinking_is_kept_while_tools_are_called_and_dropped_by_the_next_question() -> None:
