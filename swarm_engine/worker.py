@@ -126,8 +126,9 @@ class Engine:
         return Engine(policies, checkpoints, checkpoint.step if checkpoint else 0)
 
     def close(self) -> None:
-        """Let go of what helped to train."""
+        """End what samples or trains in other processes."""
         for policy in self.policies.values():
+            policy.sampler.close()
             if policy.trainer is not None:
                 policy.trainer.close()
 
@@ -271,8 +272,6 @@ def _serve(line: socket.socket, inbox: Inbox, engine: Engine) -> None:
         for question in _take(inbox, must_wait=engine.is_idle):
             match question:
                 case Stop():
-                    for policy in engine.policies.values():
-                        policy.sampler.close()
                     return
                 case Future():
                     assert beside is not None
