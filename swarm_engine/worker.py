@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import logging
 import os
 import queue
@@ -414,6 +415,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--socket", required=True, metavar="ADDRESS", help="where the front listens: path or HOST:PORT")
     address = parser.parse_args(argv).socket
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    faulthandler.enable()  # a crash in native code leaves the threads' stacks in the log
     line = _connect(address)
     try:
         serve(line)

@@ -48,7 +48,8 @@ class WorkerProcess:
             listener.bind(str(path))
             listener.listen()
             listener.settimeout(timeout_s)
-            self._log = (folder / "worker.log").open("ab")
+            self._path = folder / "worker.log"
+            self._log = self._path.open("ab")
             self.process = subprocess.Popen(
                 [*command, "--socket", str(path)],
                 stdout=self._log,
@@ -72,7 +73,7 @@ class WorkerProcess:
         while not self._received:
             chunk = self.line.recv(1 << 16)
             if not chunk:
-                raise EOFError("the worker closed the line")
+                raise EOFError(f"the worker ended with {self.process.wait(30)}; its log:\n{self._path.read_text()[-8000:]}")
             self._buffer += chunk
             self._received += [from_worker.validate_json(message) for message in unframe(self._buffer)]
         answer = self._received.pop(0)
