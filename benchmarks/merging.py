@@ -49,7 +49,7 @@ from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.models.loading import load_policy
 from swarm_engine.trainer.rows import row_of
 from swarm_engine.trainer.tree import Tree
-from swarm_engine.trainer.units import Overlaid, SideBySide, Unit, plan_units
+from swarm_engine.trainer.units import PaddedUnit, TreeUnit, Unit, plan_units
 from swarm_engine.types import Continuation, Span, Timeline
 
 SMALL = {
@@ -156,7 +156,7 @@ def plan(batch: Batch, mode: Mode, vocab_size: int, max_tokens: int) -> list[Uni
             return plan_units(rows, Merge.TREE, max_tokens)
         case Mode.PACKED | Mode.TOKEN | Mode.TEXT:
             return [
-                Overlaid(tuple(places), Tree.of([rows[place] for place in places], lay_apart), max_tokens)
+                TreeUnit(tuple(places), Tree.of([rows[place] for place in places], lay_apart), max_tokens)
                 for places in bins([row.num_computed for row in rows], max_tokens)
             ]
 
@@ -240,9 +240,9 @@ def flops(model: Decoder, units: Sequence[Unit]) -> float:
 
 def shape_of(unit: Unit) -> tuple[Sequence[Node], int]:
     """The runs of a unit, and at how many tokens it reads logits."""
-    if isinstance(unit, Overlaid):
+    if isinstance(unit, TreeUnit):
         return unit.tree.trie.nodes, len(torch.unique(unit.tree.targets.predictors_N))
-    assert isinstance(unit, SideBySide)
+    assert isinstance(unit, PaddedUnit)
     width = max(row.num_computed for row in unit.rows)
     return [Node(0, width, width)] * len(unit.rows), sum(len(row.targets) for row in unit.rows)
 

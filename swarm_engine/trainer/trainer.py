@@ -192,11 +192,11 @@ class Trainer:
         found = [torch.empty(0)] * len(rows)
         for unit in self.units(rows):
             scores_N = unit.score(self.model).scores.logprobs_N
-            if not unit.places:
+            if not unit.row_indices:
                 continue
-            parts = torch.split(scores_N, [len(rows[place].row.targets) for place in unit.places])
-            for place, part in zip(unit.places, parts, strict=True):
-                found[place] = part
+            parts = torch.split(scores_N, [len(rows[index].row.targets) for index in unit.row_indices])
+            for index, part in zip(unit.row_indices, parts, strict=True):
+                found[index] = part
             sums.num_computed += unit.num_computed
         return found if self.ranks.size == 1 else self.everybodys(found, rows)
 
@@ -211,7 +211,7 @@ class Trainer:
         return list(torch.split(self.ranks.total(everything_N), counts))
 
     def units(self, rows: Sequence[TrainedRow]) -> list[Unit]:
-        """What this rank computes of some rows, in order; a unit without places only keeps step with other ranks."""
+        """What this rank computes of some rows, in order; a unit without rows only keeps step with other ranks."""
         plain, how, max_tokens = [row.row for row in rows], self.config.merge, self.config.microbatch_tokens
         if self.ranks.size == 1:
             return plan_units(plain, how, max_tokens)
@@ -225,17 +225,17 @@ class Trainer:
             total, coefficients = self.coefficients(rows, version, sums)
         has_entropy = self.config.entropy_weight > 0
         for unit in self.units(rows):
-            if not unit.places:
+            if not unit.row_indices:
                 self.keep_step(unit)
                 continue
-            some = [rows[place] for place in unit.places]
+            some = [rows[index] for index in unit.row_indices]
             scored = unit.score(self.model, entropy_has_gradient=has_entropy)
             columns = TokenColumns.of(some, version, scored.scores.logprobs_N)
             if coefficients is None:
                 loss = self.algorithm_loss(scored.scores.logprobs_N, columns, sums)
                 known = 0.0
             else:
-                coefficients_N = torch.cat([coefficients[place] for place in unit.places])
+                coefficients_N = torch.cat([coefficients[index] for index in unit.row_indices])
                 loss = (coefficients_N * scored.scores.logprobs_N).sum()
                 known = float(loss.detach())  # right in its derivative only, and `total` has the value
             for term in self.regularizers(unit, scored.scores, columns, sums):

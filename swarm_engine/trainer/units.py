@@ -52,7 +52,7 @@ class Unit(Protocol):
     """Some rows of a batch, computed together."""
 
     @property
-    def places(self) -> Sequence[int]:
+    def row_indices(self) -> Sequence[int]:
         """Which rows of the batch."""
         ...
 
@@ -87,11 +87,11 @@ def plan_units(rows: Sequence[Row], how: Merge, max_tokens: int, aim: int | None
     match how:
         case Merge.NONE | Merge.TOKEN | Merge.TEXT:
             plan = plan_microbatches([row.num_computed for row in rows], aim)
-            return [SideBySide(tuple(places), [rows[place] for place in places]) for places in plan]
+            return [PaddedUnit(tuple(some), [rows[index] for index in some]) for some in plan]
         case Merge.TREE:
             sequences = [np.array(row.tokens[: row.num_computed], np.int32) for row in rows]
             plan = plan_trees(sequences, aim)
-            return [Overlaid(tuple(places), Tree.of([rows[place] for place in places]), max_tokens) for places in plan]
+            return [TreeUnit(tuple(some), Tree.of([rows[index] for index in some]), max_tokens) for some in plan]
         case _:
             assert_never(how)
 
@@ -162,10 +162,10 @@ class ScoredInStep:
 
 
 @dataclass(frozen=True, slots=True)
-class SideBySide:
+class PaddedUnit:
     """A padded micro-batch."""
 
-    places: tuple[int, ...]
+    row_indices: tuple[int, ...]
     rows: Sequence[Row]
 
     @property
@@ -185,12 +185,12 @@ class SideBySide:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlaid:
+class TreeUnit:
     """Rows over one trie; in chunks where it is larger than what may be computed at once."""
 
-    places: tuple[int, ...]
+    row_indices: tuple[int, ...]
     tree: Tree
-    max_places: int
+    max_tokens: int
 
     @property
     def num_computed(self) -> int:
@@ -198,7 +198,7 @@ class Overlaid:
 
     @property
     def num_chunks(self) -> int:
-        return -(-self.num_computed // self.max_places)
+        return -(-self.num_computed // self.max_tokens)
 
     @property
     def cost(self) -> float:
@@ -207,7 +207,7 @@ class Overlaid:
     def score(self, model: Decoder, *, entropy_has_gradient: bool = False) -> Scored:
         if self.num_chunks == 1:
             return InOnePass(score_tree(model, self.tree, entropy_has_gradient=entropy_has_gradient))
-        chunks = ChunkedTree(model, self.tree, self.max_places, entropy_has_gradient=entropy_has_gradient)
+        chunks = ChunkedTree(model, self.tree, self.max_tokens, entropy_has_gradient=entropy_has_gradient)
         return InChunks(chunks.score(), chunks)
 
 
@@ -219,8 +219,8 @@ class InStep:
     num_fillers: int
 
     @property
-    def places(self) -> Sequence[int]:
-        return self.unit.places
+    def row_indices(self) -> Sequence[int]:
+        return self.unit.row_indices
 
     @property
     def num_computed(self) -> int:
@@ -248,7 +248,7 @@ FILLER = Row((0, 0, 0), (2,), (1.0,))
 
 def idle_unit(*, is_chunked: bool) -> Unit:
     """A unit of no row of the batch, whose scores are a filler's and must carry no loss."""
-    return Overlaid((), Tree.of([FILLER]), 1) if is_chunked else SideBySide((), [FILLER])
+    return TreeUnit((), Tree.of([FILLER]), 1) if is_chunked else PaddedUnit((), [FILLER])
 
 
 def deal(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:

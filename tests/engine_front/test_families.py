@@ -676,7 +676,7 @@ OBJECTS = st.dictionaries(st.sampled_from(["q", "né", "a b"]), VALUES, max_size
 @pytest.mark.parametrize("history", History)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_whatever_an_agent_does_rows_hold_what_was_served_and_sampled(
     kind: str, history: History, data: st.DataObject
 ) -> None:

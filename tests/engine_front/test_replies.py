@@ -376,7 +376,7 @@ def check_split(kind: str, tokens: Sequence[int], cuts: Sequence[int], stop: Seq
 
 @pytest.mark.parametrize("kind", FRAGMENTS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_split_of_a_reply_streams_to_the_same_answer(kind: str, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS[kind] + COMMON), max_size=14), "text"))
     text = data.draw(st.sampled_from([text, WHOLE[kind] + text, text + WHOLE[kind]]), "around a whole call")
@@ -411,7 +411,7 @@ def test_white_space_between_the_tokens_that_end_a_reply_in_channels_is_markup(e
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=40), st.lists(st.integers(0, 160), max_size=5))
 @example("😊<tool_call>", [1, 2, 3])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_plain_text_comes_back_as_it_is(text: str, cuts: list[int]) -> None:
     tokens = ids(text)
     check_split("gemma3", tokens, [min(cut, len(tokens)) for cut in cuts], (), False)

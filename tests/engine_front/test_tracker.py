@@ -421,7 +421,7 @@ def test_blocks_show_who_wrote_what_and_join_to_the_recorded_ids() -> None:
 
 @pytest.mark.parametrize("template", CODECS)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_row_is_the_prompt_that_was_served_and_the_ids_that_came_back(template: str, data: st.DataObject) -> None:
     """Prompt ids + returned ids = recorded ids, whatever an agent does with its history; and masks add up."""
     chat = Chat(template)
@@ -455,7 +455,6 @@ def test_every_row_is_the_prompt_that_was_served_and_the_ids_that_came_back(temp
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "ab", "x  ", "the\n"]), st.booleans()), min_size=1, max_size=6))
-@settings(deadline=None)
 def test_a_plain_conversation_is_one_row_with_any_template_that_keeps_history(turns: list[tuple[str, bool]]) -> None:
     for template in ("CHATML", "TRIMMING", "BARE"):
         chat = Chat(template)

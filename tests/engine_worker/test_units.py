@@ -79,7 +79,7 @@ def rows_of(sequences: Sequence[Sequence[int]]) -> list[Row]:
 
 def cost_of(rounds: Sequence[Sequence[Unit]]) -> float:
     """What is waited for, a filler for nobody."""
-    return sum(max(unit.cost for unit in some if unit.places) for some in rounds)
+    return sum(max(unit.cost for unit in some if unit.row_indices) for some in rounds)
 
 
 @pytest.mark.parametrize("how", [Merge.NONE, Merge.TREE])
@@ -89,7 +89,7 @@ def test_every_row_is_dealt_once_and_no_other_deal_costs_less(
 ) -> None:
     rows = rows_of(sequences)
     rounds = plan_rounds(rows, how, max_tokens, num_ranks)
-    assert sorted(place for some in rounds for unit in some for place in unit.places) == list(range(len(rows)))
+    assert sorted(place for some in rounds for unit in some for place in unit.row_indices) == list(range(len(rows)))
     for some in rounds:
         assert len(some) == num_ranks
         assert len({unit.num_chunks for unit in some}) == 1
@@ -150,4 +150,4 @@ def test_all_units_of_a_round_make_the_same_passes(
     if how is Merge.TREE:
         assert (False,) * 5 in seen, "70 tokens in chunks of 16"
     assert (True,) in seen
-    assert any(not unit.places for some in rounds for unit in some)
+    assert any(not unit.row_indices for some in rounds for unit in some)

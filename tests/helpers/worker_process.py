@@ -73,7 +73,8 @@ class WorkerProcess:
         while not self._received:
             chunk = self.line.recv(1 << 16)
             if not chunk:
-                raise EOFError(f"the worker ended with {self.process.wait(30)}; its log:\n{self._path.read_text()[-8000:]}")
+                log = self._path.read_text()[-8000:]
+                raise EOFError(f"the worker ended with {self.process.wait(30)}; its log:\n{log}")
             self._buffer += chunk
             self._received += [from_worker.validate_json(message) for message in unframe(self._buffer)]
         answer = self._received.pop(0)
