@@ -38,8 +38,13 @@ RAY: dict[str, Any] = {"num_workers": 2, "kind": "ray"}
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """A cluster of two CPUs, which whoever asks for Ray joins; it ends with the process that started it."""
-    # Left to itself Ray keeps a token in the home folder.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # Left to itself Ray keeps a token in the home folder, and ends actors when others fill the machine's memory.
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_memory_monitor_refresh_ms": "0",
+    }
+    os.environ |= settings
     process = subprocess.Popen(
         [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -49,7 +54,7 @@ def cluster() -> Iterator[None]:
         assert process.poll() is None
     os.environ["RAY_ADDRESS"] = line.split()[1]
     yield
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+    for name in ("RAY_ADDRESS", *settings):
         del os.environ[name]
     process.stdin.close()
     process.stdout.close()
