@@ -25,8 +25,8 @@ from swarm_engine.trainer.scoring import Row, Scores, plan_microbatches, score
 from swarm_engine.trainer.tree import ChunkedTree, Tree, score_tree
 
 CHUNKED_COST = 1.5
-"""What a trie costs in chunks beside one pass, as a factor: each token goes forward twice. CPU time of a Qwen3 of
-hidden size 256 and 6 layers on 2,580 tokens was 1.3 to 1.5 times that of one pass, in 2 to 8 chunks."""
+"""What a trie costs in chunks beside one pass, as a factor: each token goes forward twice. `benchmarks/merging.py`
+measures it as `chunks / tree`."""
 
 
 FINE_UNITS = 4
