@@ -26,12 +26,14 @@ from rich.text import Text
 from experiments_db.derive import json_safe
 from experiments_db.intervals import Interval
 from experiments_db.models import ExperimentStatus, Severity, StageKind
-from experiments_db.queries import SHORT, ArmSummary, Comparison, Evaluation, RunDetail, RunSummary
+from experiments_db.queries import SHORT, ArmSummary, Comparison, Evaluation, RunDetail, RunSummary, Warned
 from experiments_db.text import plain
 
 NOTHING = "–"
 BARS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "×"
+WARNED = "!"
+"""Behind the state of a run that was warned about."""
 SPARK_WIDTH = 16
 WIDTH_OF_THE_REST = 82
 """Letters that a table of runs needs beside the shapes."""
@@ -65,6 +67,8 @@ def runs_table(runs: Sequence[RunSummary]) -> RenderableType:
     if singles:
         parts += [_heading("Single runs", _count(singles)), _Runs(singles, runs, are_single=True)]
     parts.append(Text("before, after: held-out reward ± half its 95 % interval over tasks", style="dim"))
+    if any(run.warned_of for run in runs):
+        parts.append(Text(f"{WARNED} the engine warned while it trained; `a3r show RUN` says of what", style="dim"))
     return Group(*parts)
 
 
@@ -128,6 +132,7 @@ def run_view(detail: RunDetail) -> RenderableType:
         ("updates", str(run.steps)),
         ("episodes", _counts(detail.num_episodes)),
         ("not used", _counts(detail.drops)),
+        ("left out of updates", _counts(detail.left_out)),
         ("folder", run.run_dir or NOTHING),
         ("plan", f"sha256 {detail.plan_sha256}"),
     )
@@ -144,6 +149,9 @@ def run_view(detail: RunDetail) -> RenderableType:
             is_open = "open" if finding.is_open else "settled"
             _add(table, finding.severity, finding.detector, finding.message, is_open, style=style)
         parts += [_heading("Findings"), table]
+    if detail.warnings:
+        parts += [_heading("Warnings", "of the engine, as they were after the last of these updates")]
+        parts += [_warnings(detail.warnings)]
     if detail.metrics:
         parts += [_heading("Last metrics", f"step {run.steps}"), _pairs(detail.metrics)]
     parts += [_heading("Settings"), _pairs(detail.settings)]
@@ -275,7 +283,25 @@ def _reward(evaluation: Evaluation | None) -> str:
 
 
 def _state(run: RunSummary) -> Text:
-    return Text(run.status.value, style=STYLES[run.status])
+    mark = (f" {WARNED}", "yellow") if run.warned_of else ""
+    return Text.assemble((run.status.value, STYLES[run.status]), mark)
+
+
+def updates_of(warned: Warned) -> str:
+    """After which updates the engine warned: `7`, `3 to 9`, or `3 to 9 (4)` where it was over between."""
+    first, last = warned.first_step, warned.last_step
+    if first == last:
+        return str(first)
+    is_whole = warned.num_steps == last - first + 1
+    return f"{first} to {last}" + ("" if is_whole else f" ({warned.num_steps})")
+
+
+def _warnings(every: Sequence[Warned]) -> Table:
+    has_names = any(warned.policy for warned in every)
+    table = _table("of", *(["policy"] if has_names else []), "updates", "what")
+    for warned in every:
+        _add(table, warned.kind, *([warned.policy] if has_names else []), updates_of(warned), warned.message)
+    return table
 
 
 def _evaluations(every: Sequence[Evaluation]) -> Table:

@@ -43,6 +43,7 @@ _EPISODES = Row.metadata.tables["episode"]
 _EVAL_RUNS = Row.metadata.tables["eval_run"]
 _EVAL_ITEMS = Row.metadata.tables["eval_item"]
 _POINTS = Row.metadata.tables["metric_point"]
+_WARNINGS = Row.metadata.tables["health_warning"]
 
 DEFAULT_SPLIT = "eval"
 """Split of evaluation episodes that name none."""
@@ -119,6 +120,16 @@ class Batch:
 
 
 @checked(frozen=True)
+class Warned:
+    """One of the warnings in the payload of `step`."""
+
+    policy: str
+    kind: str
+    value: float | None
+    message: str
+
+
+@checked(frozen=True)
 class Stepped:
     """Payload of `step`."""
 
@@ -126,6 +137,7 @@ class Stepped:
     metrics: dict[str, float | None]
     drops: dict[str, int] = Field(default_factory=dict)
     seconds: float | None = None
+    health: list[Warned] = Field(default_factory=list)
 
 
 @checked(frozen=True)
@@ -325,6 +337,7 @@ class Book:
     """Ids of episodes and evaluations that changed."""
     events: list[dict[str, Any]] = field(default_factory=list)
     points: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
     items: list[dict[str, Any]] = field(default_factory=list)
     checkpoints: list[tuple[int, str]] = field(default_factory=list)
     """(step, path) of each."""
@@ -436,7 +449,7 @@ def _batch(book: Book, step: int, episode_ids: Iterable[str]) -> None:
 
 
 def _step(book: Book, stepped: Stepped, wall_s: float) -> None:
-    """The step's metrics. A step that is not after the last one begins a new segment: training went back."""
+    """What a step says. One that is not after the last begins a new segment: training went back."""
     if stepped.step <= book.last_step:
         book.segment += 1
     book.last_step = stepped.step
@@ -452,6 +465,19 @@ def _step(book: Book, stepped: Stepped, wall_s: float) -> None:
                 "wall_s": wall_s,
                 "value": value,
                 "mark": mark,
+            }
+        )
+    for warning in stepped.health:
+        book.warnings.append(
+            {
+                "id": new_ulid(),
+                "experiment_id": book.experiment_id,
+                "segment": book.segment,
+                "step": stepped.step,
+                "policy": warning.policy,
+                "kind": warning.kind,
+                "value": mark_of(warning.value)[0],
+                "message": warning.message,
             }
         )
 
@@ -640,6 +666,7 @@ def _write(session: Session, book: Book) -> None:
         _update(connection, table, [row for row in touched if row["id"] in book.old_ids])
     _insert(connection, _EVAL_ITEMS, book.items)
     _insert(connection, _POINTS, book.points)
+    _insert(connection, _WARNINGS, book.warnings)
     for step, path in book.checkpoints:
         add_artifact(session, OwnerType.EXPERIMENT, book.experiment_id, CHECKPOINT, path, step=step)
 

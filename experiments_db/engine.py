@@ -35,7 +35,7 @@ from experiments_db.errors import (
 )
 from experiments_db.models import Row
 
-HEAD = "0002_arms_and_wishes"
+HEAD = "0003_health_warnings"
 """The migration that this version's tables need."""
 HOME_VARIABLE = "A3R_HOME"
 DEFAULT_HOME = ".a3r"

@@ -2,7 +2,8 @@
 
     Study ── Prereg ── Stage ── Blueprint ── Experiment ── Job ── JobEvent
       │        ├ Hypothesis, Factor, Amendment   ├ MetricPoint        training curves
-      │        └ (immutable)                     ├ EvalRun ── EvalItem held-out results
+      │        └ (immutable)                     ├ HealthWarning      what went wrong on the way
+      │                                          ├ EvalRun ── EvalItem held-out results
       ├ Estimate ── EstimateInput ───────────────┤
       ├ Decision ── DecisionEstimate             ├ Episode            what was played
       └ Claim ── ClaimEvidence                   └ EngineEvent        the stream all of it came from
@@ -625,7 +626,7 @@ class MetricPoint(Row, table=True):
     id: str = _id()
     experiment_id: str = _ref("experiment.id", index=False)
     name: str
-    """As the engine names it: `reward_mean`, `entropy` …"""
+    """As the engine names it: `reward_mean`, `entropy` …; `drops.REASON` counts what the step left out."""
     segment: int = 0
     """Rises by one each time the steps start again from an earlier one; a curve takes the newest."""
     step: int = Field(sa_type=BigInteger)
@@ -635,6 +636,27 @@ class MetricPoint(Row, table=True):
     value: float | None = _number_or_none()
     """None where the number was not finite; `mark` says what it was."""
     mark: ValueMark = Field(default=ValueMark.FINITE, sa_type=closed(ValueMark))
+
+
+class HealthWarning(Row, table=True):
+    """One thing that the engine said was going wrong after one optimizer step."""
+
+    __table_args__ = (UniqueConstraint("experiment_id", "segment", "step", "policy", "kind"),)
+
+    id: str = _id()
+    experiment_id: str = _ref("experiment.id", index=False)
+    segment: int = 0
+    """As in MetricPoint."""
+    step: int = Field(sa_type=BigInteger)
+    """Optimizer updates done, from 1."""
+    policy: str = ""
+    """Empty where the update named none."""
+    kind: str
+    """As the engine names it: `entropy_collapse`, `kl_spike` …"""
+    value: float | None = _number_or_none()
+    """What was found, in the unit of its kind; None where it was not finite, or stands in the message alone."""
+    message: str = Field(sa_type=Text)
+    """What was found, the limit, and the way out."""
 
 
 class EpisodeRow(Row, table=True):

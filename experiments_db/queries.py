@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple, TypeVar, assert_never
 
 from sqlalchemy import Select, func
 from sqlalchemy import select as sa_select
@@ -34,6 +34,7 @@ from experiments_db.models import (
     EvalRun,
     Experiment,
     ExperimentStatus,
+    HealthWarning,
     Job,
     JobState,
     MetricPoint,
@@ -51,8 +52,13 @@ REWARD = "reward_mean"
 """The engine's metric of the training reward."""
 HELD_OUT = "heldout"
 """Asks for the held-out curve where a metric's name is asked for."""
+DROPS = "drops."
+"""Begins the names of the metrics that count what a step left out."""
 OPTIMIZER_STEPS = "num_optimizer_steps"
 """The engine's metric of how many optimizer steps an update took; 1 where it reports none."""
+
+
+OfStep = TypeVar("OfStep", MetricPoint, HealthWarning)
 
 
 class Axis(StrEnum):
@@ -147,6 +153,8 @@ class RunSummary:
     """First evaluation, at temperature 1 where there is one."""
     after: Evaluation | None
     """Last one on the same split at the same temperature; None while there is only one."""
+    warned_of: tuple[str, ...]
+    """Kinds of the engine's warnings; `warnings` has the rest of them."""
     run_dir: str | None
     created_at: datetime
     finished_at: datetime | None
@@ -164,6 +172,23 @@ class RunSummary:
 
 SHORT = 8
 """Letters of a short id: 40 random bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """What the engine said was going wrong with one policy of a run, over all steps after which it said so."""
+
+    kind: str
+    policy: str
+    """Empty where the run names none."""
+    first_step: int
+    last_step: int
+    num_steps: int
+    """Fewer than there are from the first to the last where it was over meanwhile."""
+    value: float | None
+    """After the last of them; None where it was not finite, or is in the message alone."""
+    message: str
+    """After the last of them: what was found, the limit, and the way out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +233,9 @@ class RunDetail:
     """By mode, all that were claimed."""
     drops: Mapping[str, int]
     """Episodes that were not used, by reason."""
+    left_out: Mapping[str, int]
+    """What updates did without, by reason: those episodes, and those that came into a batch and taught nothing."""
+    warnings: tuple[Warned, ...]
     checkpoints: tuple[str, ...]
     files: tuple[tuple[str, str], ...]
     """(kind, path) of its other artifacts."""
@@ -279,6 +307,7 @@ def list_runs(
     rewards = _rewards(session, found)
     ends = _first_and_last(session, found)
     causes = _causes(session, found)
+    warned = warnings(session, found)
     summaries = []
     for experiment, blueprint, stage, study in rows:
         before, after = ends.get(experiment.id, (None, None))
@@ -298,6 +327,7 @@ def list_runs(
             rewards=rewards[experiment.id][1],
             before=before,
             after=after,
+            warned_of=tuple(dict.fromkeys(one.kind for one in warned[experiment.id])),
             run_dir=experiment.run_dir,
             created_at=experiment.created_at,
             finished_at=experiment.finished_at,
@@ -377,12 +407,55 @@ def show_run(session: Session, experiment_id: str) -> RunDetail:
         metrics={name: curve.points[-1].value for name, curve in all_curves(session, experiment_id).items()},
         num_episodes=dict(sorted(modes)),
         drops={str(reason): count for reason, count in sorted(drops, key=str)},
+        left_out=left_out(session, [experiment_id])[experiment_id],
+        warnings=warnings(session, [experiment_id])[experiment_id],
         checkpoints=tuple(artifact.path for artifact in artifacts if artifact.kind == CHECKPOINT),
         files=tuple((artifact.kind, artifact.path) for artifact in artifacts if artifact.kind != CHECKPOINT),
         findings=tuple(
             Finding(one.detector, one.severity, one.message, is_open=one.resolved_by is None) for one in findings
         ),
     )
+
+
+def warnings(session: Session, ids: Sequence[str]) -> dict[str, tuple[Warned, ...]]:
+    """What the engine warned of in each of these runs, as it counts: of steps done again, what was said the last time.
+
+    By policy and first step.
+    """
+    rows = session.exec(
+        select(HealthWarning)
+        .where(col(HealthWarning.experiment_id).in_(ids))
+        .order_by(col(HealthWarning.segment), col(HealthWarning.step), col(HealthWarning.id))
+    ).all()
+    starts = _segment_starts(session, ids)
+    alike: dict[tuple[str, str, str], list[HealthWarning]] = defaultdict(list)
+    for one in ids:
+        for row in newest([row for row in rows if row.experiment_id == one], starts[one]):
+            alike[one, row.policy, row.kind].append(row)
+    found: dict[str, list[Warned]] = {one: [] for one in ids}
+    for (one, policy, kind), own in alike.items():
+        last = own[-1]
+        found[one].append(Warned(kind, policy, own[0].step, last.step, len(own), last.value, last.message))
+    return {
+        one: tuple(sorted(own, key=lambda warned: (warned.policy, warned.first_step))) for one, own in found.items()
+    }
+
+
+def left_out(session: Session, ids: Sequence[str]) -> dict[str, dict[str, int]]:
+    """What the updates of each of these runs did without, by reason; of steps done again, what counts."""
+    rows = session.exec(
+        select(MetricPoint).where(
+            col(MetricPoint.experiment_id).in_(ids), col(MetricPoint.name).startswith(DROPS, autoescape=True)
+        )
+    ).all()
+    starts = _segment_starts(session, ids)
+    found: dict[str, dict[str, int]] = {}
+    for one in ids:
+        counts: Counter[str] = Counter()
+        for row in newest([row for row in rows if row.experiment_id == one], starts[one]):
+            counts[row.name.removeprefix(DROPS)] += int(row.value or 0)
+        found[one] = dict(sorted(counts.items()))
+    return found
 
 
 def compare_runs(session: Session, ids: Sequence[str]) -> Comparison:
@@ -492,14 +565,27 @@ def segment_starts(rows: Iterable[MetricPoint]) -> dict[int, int]:
     return starts
 
 
-def newest(rows: Iterable[MetricPoint], starts: Mapping[int, int]) -> list[MetricPoint]:
-    """The points that count, in order of steps: a segment replaces everything earlier ones have from its start on.
+def newest(rows: Iterable[OfStep], starts: Mapping[int, int]) -> list[OfStep]:
+    """The rows that count, in order of steps: a segment replaces everything earlier ones have from its start on.
 
     Args:
         starts: first step of every segment of the run, whatever its metric.
     """
     kept = [row for row in rows if all(row.step < start for segment, start in starts.items() if segment > row.segment)]
     return sorted(kept, key=lambda row: row.step)
+
+
+def _segment_starts(session: Session, ids: Sequence[str]) -> defaultdict[str, dict[int, int]]:
+    """First step of each segment, by run."""
+    rows = session.exec(
+        select(MetricPoint.experiment_id, MetricPoint.segment, func.min(MetricPoint.step))
+        .where(col(MetricPoint.experiment_id).in_(ids))
+        .group_by(col(MetricPoint.experiment_id), col(MetricPoint.segment))
+    ).all()
+    starts: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    for experiment_id, segment, step in rows:
+        starts[experiment_id][segment] = step
+    return starts
 
 
 def evaluations(

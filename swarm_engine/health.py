@@ -63,6 +63,17 @@ class HealthWarning:
     policy: str = ""
     """Empty where the update named none."""
 
+    def as_event(self) -> dict[str, str | float | None]:
+        """As a `step` event says it; a value that is not finite, of a gradient that grew from nothing, is null."""
+        value = self.value if math.isfinite(self.value) else None
+        return {
+            "policy": self.policy,
+            "kind": self.ill.value,
+            "value": value,
+            "limit": self.limit,
+            "message": self.message,
+        }
+
 
 def warnings_of(history: Sequence[Metrics], limits: Limits = Limits()) -> list[HealthWarning]:
     """Everything that is wrong at the end of a history, policy by policy, the gravest first."""

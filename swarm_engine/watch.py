@@ -130,7 +130,7 @@ def step_lines(payload: Mapping[str, Any]) -> list[str]:
         if why := why_nothing_trained(metrics, drops.get(policy, {})):
             said.append(why)
         lines.append(", ".join([head, *said]))
-    return [*lines, *(f"  warning: {message}" for message in payload.get("warnings", ()))]
+    return [*lines, *(f"  warning: {warning['message']}" for warning in payload.get("health", ()))]
 
 
 def print_lines(client: SwarmClient, after: int) -> None:
@@ -198,5 +198,5 @@ def step_table(steps: Sequence[Event]) -> RenderableType:
             if why := why_nothing_trained(metrics, drops.get(policy, {})):
                 notes.append(Text(f"step {step}{', ' + policy if policy else ''}: {why}"))
     if steps:
-        notes += [Text(f"warning: {message}") for message in steps[-1].payload.get("warnings", ())]
+        notes += [Text(f"warning: {warning['message']}") for warning in steps[-1].payload.get("health", ())]
     return Group(table, *notes)

@@ -11,7 +11,7 @@ from a3r.prereg.plan import Plan
 from a3r.prereg.tree import Leaf
 from a3r.report.slots import Number
 from a3r.store import RunView
-from experiments_db import models
+from experiments_db import models, queries
 from experiments_db.engine import Database
 
 
@@ -50,6 +50,10 @@ class Bundle:
     decisions: tuple[tuple[int, models.Decision], ...]
     claims: tuple[models.Claim, ...]
     findings: tuple[models.AuditFinding, ...]
+    warnings: tuple[tuple[queries.Warned, ...], ...]
+    """What the engine warned of in each run, in the order of `runs`."""
+    left_out: tuple[Mapping[str, int], ...]
+    """What the updates of each run did without, by reason, in the order of `runs`."""
 
     @property
     def look(self) -> int:
@@ -76,6 +80,9 @@ def load(database: Database, study_id: str) -> Bundle:
     numbers = {key: number_of_row(row) for key, row in store.estimates(database, study_id).items()}
     stages = [store.stage_id(database, study_id, n) for n in sorted({run.stage for run in runs})]
     findings = store.findings(database, [*(run.experiment_id for run in runs), *stages])
+    ids = [run.experiment_id for run in runs]
+    with database.read() as session:
+        warnings, left_out = queries.warnings(session, ids), queries.left_out(session, ids)
     return Bundle(
         study=store.study(database, study_id),
         prereg=store.prereg(database, study_id),
@@ -86,6 +93,8 @@ def load(database: Database, study_id: str) -> Bundle:
         decisions=tuple(store.decisions(database, study_id)),
         claims=tuple(store.claims(database, study_id)),
         findings=tuple(findings),
+        warnings=tuple(warnings[one] for one in ids),
+        left_out=tuple(left_out[one] for one in ids),
     )
 
 

@@ -119,6 +119,7 @@ def _of_rows(bundle: Bundle) -> dict[str, str]:
         "num_runs": str(len(bundle.runs)),
         "num_failed": str(sum(failed.values())),
         "num_quarantined": str(quarantined),
+        "num_warned": str(sum(bool(own) for own in bundle.warnings)),
         "num_retries": str(retries),
         "job_time": duration(seconds),
         "mean_job_time": duration(seconds / len(bundle.runs)) if bundle.runs else "–",

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,12 @@ def as_data(bundle: Bundle, document: Document, source: Source, checked: Checked
                 "attempts": run.attempt,
                 "seconds": round(run.seconds, 3),
                 "curve": [[each.episodes, each.mean] for each in record.measurements],
+                "warnings": [asdict(warned) for warned in warnings],
+                "left_out": dict(left_out),
             }
-            for run, record in zip(bundle.runs, bundle.records, strict=True)
+            for run, record, warnings, left_out in zip(
+                bundle.runs, bundle.records, bundle.warnings, bundle.left_out, strict=True
+            )
         ],
         "decisions": write.trace_rows(bundle),
         "simulated": {

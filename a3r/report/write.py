@@ -18,9 +18,10 @@ from a3r.prereg.plan import MetricKind, Plan, Source
 from a3r.prereg.tree import Always, CanAddSeeds, Equivalent, FailedRateAbove, Inferior, Leaf, Node, Superior
 from a3r.report.bundle import Bundle, by_arm
 from a3r.report.document import Block, Bullets, Document, Paragraph, Section, Table, Tone, Verbatim
-from a3r.report.facts import facts_of
+from a3r.report.facts import facts_of, value
 from a3r.report.figures import METRIC_TITLES, curve_figure, dot_figure, gap_figure
 from a3r.report.slots import Source as Slots
+from experiments_db.browse import updates_of
 from experiments_db.intervals import LEVEL
 from experiments_db.models import ClaimForm, ClaimStrength, ExperimentStatus
 
@@ -59,6 +60,7 @@ def compose(bundle: Bundle, checked: Checked) -> Document:
             _claims(bundle),
             _not_tested(bundle),
             _failures(bundle),
+            _health(bundle),
             _cost(),
             _reproduce(bundle),
             _numbers(bundle),
@@ -453,6 +455,72 @@ def _failures(bundle: Bundle) -> Section:
     return Section("failures", "Failures and quarantines", tuple(blocks))
 
 
+def _health(bundle: Bundle) -> Section:
+    warned = tuple(
+        tuple(f"{{{{f:warning/{index}/{name}}}}}" for name in WARNING_COLUMNS)
+        for index in range(len(warning_rows(bundle)))
+    )
+    left_out = tuple(
+        tuple(f"{{{{f:left_out/{index}/{name}}}}}" for name in LEFT_OUT_COLUMNS)
+        for index in range(len(left_out_rows(bundle)))
+    )
+    blocks: list[Block] = [
+        Paragraph(
+            "The engine warned in {{f:num_warned}} of {{f:num_runs}} runs. Its limits are rules of thumb, and a "
+            "warning takes no run out of the estimates."
+        )
+    ]
+    if warned:
+        blocks.append(
+            Table(
+                (bundle.plan.factor.label, *WARNING_COLUMNS[1:]),
+                warned,
+                numeric=(0, 1),
+                caption="What was said after the last of these updates.",
+            )
+        )
+    if left_out:
+        blocks.append(
+            Table(
+                (bundle.plan.factor.label, *LEFT_OUT_COLUMNS[1:]),
+                left_out,
+                numeric=(0, 1, 3),
+                caption="What updates did without: episodes that came into no batch, and those in one that taught "
+                "nothing.",
+                summary="What was left out",
+            )
+        )
+    return Section("health", "Warnings", tuple(blocks))
+
+
+WARNING_COLUMNS = ("level", "seed", "warning", "updates", "what")
+LEFT_OUT_COLUMNS = ("level", "seed", "reason", "count")
+
+
+def warning_rows(bundle: Bundle) -> list[dict[str, str]]:
+    """Everything that the engine warned of, as texts, by column."""
+    return [
+        {
+            "level": value(bundle.plan.arm(run.arm).level),
+            "seed": str(run.seed),
+            "warning": warned.kind.replace("_", " "),
+            "updates": updates_of(warned),
+            "what": warned.message,
+        }
+        for run, own in zip(bundle.runs, bundle.warnings, strict=True)
+        for warned in own
+    ]
+
+
+def left_out_rows(bundle: Bundle) -> list[dict[str, str]]:
+    """What the updates did without, as texts, by column."""
+    return [
+        {"level": value(bundle.plan.arm(run.arm).level), "seed": str(run.seed), "reason": reason, "count": str(count)}
+        for run, own in zip(bundle.runs, bundle.left_out, strict=True)
+        for reason, count in own.items()
+    ]
+
+
 def _cost() -> Section:
     return Section(
         "cost",
@@ -543,6 +611,10 @@ def extra_facts(bundle: Bundle, checked: Checked) -> dict[str, str]:
             found[f"node/{node.id}/alpha"] = f"{node.when.alpha:g}"
     for index, row in enumerate(trace_rows(bundle)):
         found |= {f"trace/{index}/{name}": text for name, text in row.items()}
+    for index, row in enumerate(warning_rows(bundle)):
+        found |= {f"warning/{index}/{name}": text for name, text in row.items()}
+    for index, row in enumerate(left_out_rows(bundle)):
+        found |= {f"left_out/{index}/{name}": text for name, text in row.items()}
     for index, finding in enumerate(bundle.findings):
         found[f"finding/{index}/detector"] = finding.detector
         found[f"finding/{index}/severity"] = finding.severity.value

@@ -487,10 +487,10 @@ class Engine:
         counted = dict(self.roster.drops + Counter(drops))
         self.roster.drops.clear()
         self._history.append(metrics)
-        warnings = [warning.message for warning in warnings_of(self._history)]
+        health = [warning.as_event() for warning in warnings_of(self._history)]
         return self.journal.append(
             EventWrite.of(
-                "step", step=step, metrics=dict(metrics), drops=counted, seconds=round(seconds, 6), warnings=warnings
+                "step", step=step, metrics=dict(metrics), drops=counted, seconds=round(seconds, 6), health=health
             )
         )
 

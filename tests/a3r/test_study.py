@@ -239,6 +239,39 @@ def test_a_seed_that_copies_one_of_an_earlier_stage_is_noticed(lab_in):
     assert found == ["seeds 2 and 4 of group_size=4 gave the same scores, game by game"]
 
 
+def test_a_report_says_which_runs_were_warned_about_and_what_was_left_out(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6, "warned_steps": [2, 3, 5]}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    folder = lab.deps.home.study(study).report
+    report = (folder / "report.md").read_text()
+    assert "The engine warned in 3 of 6 runs." in report
+    assert "| 8 | 2 | zero variance | 2 to 5 (3) | 90% of the &lt;groups&gt; are flat |" in report
+    assert "| 8 | 2 | zero\\_variance | 21 |" in report
+    assert "| 4 | 2 | zero" not in report
+    page = (folder / "report.html").read_text()
+    assert "90% of the &lt;groups&gt; are flat" in page
+    runs = json.loads((folder / "report.json").read_text())["runs"]
+    assert [len(run["warnings"]) for run in runs if run["arm"] == "group_size=4"] == [0, 0, 0]
+    (said, *_) = [run for run in runs if run["arm"] == "group_size=8"]
+    assert said["left_out"] == {"zero_variance": 21}
+    assert said["warnings"] == [
+        {
+            "kind": "zero_variance", "policy": "", "first_step": 2, "last_step": 5, "num_steps": 3, "value": 0.9,
+            "message": "90% of the <groups> are flat",
+        }
+    ]  # fmt: skip
+    assert all(checks(lab, study).values())
+
+
+def test_a_study_without_warnings_says_so(lab_in):
+    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    report = (lab.deps.home.study(study).report / "report.md").read_text()
+    assert "The engine warned in 0 of 6 runs." in report
+
+
 def test_a_turned_down_plan_runs_nothing(lab_in):
     lab = lab_in()
     study = lab.begin(EXAMPLE)

@@ -697,6 +697,8 @@ def test_a_step_says_what_goes_wrong_over_updates_and_over_a_restart(tmp_path: P
         client.start(wait=True)
         play(client, "t6")
         wait_for_step(client, 6)
-        warnings = [event.payload["warnings"] for event in client.events(follow=False) if event.kind == "step"]
-    assert [len(some) for some in warnings] == [0, 0, 0, 0, 1, 1]
-    assert warnings[-1][0].startswith("90% of the groups got one reward for all episodes")
+        health = [event.payload["health"] for event in client.events(follow=False) if event.kind == "step"]
+    assert [len(some) for some in health] == [0, 0, 0, 0, 1, 1]
+    warning = health[-1][0]
+    assert warning.pop("message").startswith("90% of the groups got one reward for all episodes")
+    assert warning == {"policy": "", "kind": "zero_variance", "value": 0.9, "limit": 0.7}

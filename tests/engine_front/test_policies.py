@@ -225,14 +225,14 @@ def test_an_update_of_several_policies_in_words() -> None:
             "skipped": 0.0,
         },
         "drops": {"b/alone": 2, "timeout": 4},
-        "warnings": ["policy 'a': entropy fell"],
+        "health": [{"policy": "a", "kind": "entropy_collapse", "message": "policy 'a': entropy fell"}],
     }
     assert step_lines(payload) == [
         "step 3: 1.50 s, a, reward_mean 0.25",
         "step 3: 1.50 s, b, nothing trained: 2 episodes alone in their group",
         "  warning: policy 'a': entropy fell",
     ]
-    alone = {**payload, "metrics": {"reward_mean": 0.5, "skipped": 1.0}, "drops": {"alone": 1}, "warnings": []}
+    alone = {**payload, "metrics": {"reward_mean": 0.5, "skipped": 1.0}, "drops": {"alone": 1}, "health": []}
     assert step_lines(alone) == ["step 3: 1.50 s, reward_mean 0.5, nothing trained: 1 episode alone in their group"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -112,6 +113,17 @@ def test_a_reward_that_does_not_move_is_told_after_twenty_updates() -> None:
 def test_values_that_are_missing_are_no_values() -> None:
     assert warnings_of(series(last=30, entropy=None, reward_mean=None, kl_sampling=None, grad_norm=None)) == []
     assert warnings_of([{}] * 30) == []
+
+
+def test_a_gradient_that_grew_from_nothing_is_told_in_json() -> None:
+    history = series(last=25, grad_norm=6.0)
+    for step in history[:5]:
+        step["grad_norm"] = 0.0
+    (warning,) = warnings_of(history[:10])
+    assert warning.value == math.inf
+    said = warning.as_event()
+    assert (said["kind"], said["value"], said["limit"], said["policy"]) == ("gradient_explodes", None, 10.0, "")
+    assert said["message"] == warning.message
 
 
 def test_limits_can_be_set() -> None:

@@ -23,6 +23,7 @@ from experiments_db.queries import (
     Point,
     RunDetail,
     RunSummary,
+    Warned,
 )
 from experiments_db.text import plain
 
@@ -42,7 +43,7 @@ RUN = RunSummary(
     question="Does a group size of 8 learn faster than 4?", stage_kind=StageKind.COMPARE, template="tictactoe",
     arm="group_size=8", seed=0, role=RunRole.SELECT, status=ExperimentStatus.DONE, status_reason=None, steps=4,
     rewards=(0.0, 0.25, 0.75, 1.0), before=evaluation(0, 0.25, 0.125), after=evaluation(4, 0.9, 0.0625),
-    run_dir="runs/0", created_at=WHEN, finished_at=None,
+    warned_of=(), run_dir="runs/0", created_at=WHEN, finished_at=None,
 )  # fmt: skip
 SINGLE = replace(
     RUN, id="01ARYZ6S41TSV4RRFFQ6SINGLE", study_id="01ARYZ6S41TSV4RRFFQ6STUDY2", study_kind=StudyKind.VIBE,
@@ -53,7 +54,8 @@ DETAIL = RunDetail(
     summary=SINGLE, objective="win", settings={"rules.stones": 12, "trainer.lockstep": True}, plan_sha256="0" * 64,
     jobs=(JobSummary("k.1", 1, "local", JobState.FAILED_NAN, "loss is NaN", 1, WHEN, WHEN, None),),
     evaluations=(evaluation(0, 0.25, 0.125),), metrics={"loss": math.nan, "reward_mean": 0.5},
-    num_episodes={"eval": 64, "train": 128}, drops={"timeout": 2}, checkpoints=("checkpoints/step-000002",),
+    num_episodes={"eval": 64, "train": 128}, drops={"timeout": 2}, left_out={}, warnings=(),
+    checkpoints=("checkpoints/step-000002",),
     files=(("curve", "curve.png"),), findings=(Finding("idle", Severity.HIGH, "pays idlers", is_open=True),),
 )  # fmt: skip
 
@@ -97,6 +99,36 @@ def test_a_long_name_of_an_arm_cuts_neither_ids_nor_numbers() -> None:
     assert "0.250 ±0.125  0.900 ±0.062" in text
     assert "Q69G5FAV" in text
     assert "…" not in text
+
+
+def test_a_run_that_was_warned_about_is_marked_and_the_mark_explained() -> None:
+    warned = replace(RUN, warned_of=("kl_spike",), status=ExperimentStatus.QUARANTINED, id="01ARYZ6S41TSV4RRFFQWARNED1")
+    narrow = shown(runs_table([RUN, warned]), 80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "quarantined !" in narrow
+    text = shown(runs_table([RUN, warned]))
+    rows = [line.split() for line in text.splitlines() if "group_size=8 " in line]
+    assert [row[3:5] for row in rows] == [["done", "4"], ["quarantined", "!"]]
+    assert "! the engine warned while it trained; `a3r show RUN` says of what" in text
+    assert "!" not in shown(runs_table([RUN]))
+
+
+def test_a_run_is_shown_with_what_it_was_warned_of() -> None:
+    every = (
+        Warned("kl_spike", "a", 3, 9, 7, 0.5, "they differ by 0.5 [bold]nats[/bold]"),
+        Warned("reward_flat", "b", 20, 20, 1, 0.0, "it does not move"),
+        Warned("truncation", "b", 5, 9, 2, None, "many are cut"),
+    )
+    detail = replace(DETAIL, warnings=every, left_out={"alone": 3})
+    lines = shown(run_view(detail)).splitlines()
+    assert " kl_spike     a       3 to 9      they differ by 0.5 [bold]nats[/bold]" in lines
+    assert " reward_flat  b       20          it does not move" in lines
+    assert " truncation   b       5 to 9 (2)  many are cut" in lines
+    assert any(line.split() == ["left", "out", "of", "updates", "3", "alone"] for line in lines)
+    alone = shown(run_view(replace(DETAIL, warnings=(Warned("kl_spike", "", 3, 9, 7, 0.5, "they differ"),))))
+    assert " kl_spike  3 to 9   they differ" in alone
+    assert "Warnings" not in shown(run_view(DETAIL))
+    assert as_json(detail)["warnings"][0]["kind"] == "kl_spike"
 
 
 def test_without_runs_it_says_how_to_make_one() -> None:

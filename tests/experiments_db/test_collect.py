@@ -30,6 +30,7 @@ from experiments_db.models import (
     EvalItem,
     EvalRun,
     Fault,
+    HealthWarning,
     MetricPoint,
     ValueMark,
 )
@@ -92,6 +93,7 @@ def everything(database: Database) -> dict[str, Any]:
                 (r.step, r.label, r.n_attempted, r.n_valid, r.n_policy_fault, r.n_env_fault)
                 for r in session.exec(select(EvalRun)).all()
             ),
+            "warnings": sorted((w.kind, w.segment, w.step) for w in session.exec(select(HealthWarning)).all()),
             "artifacts": sorted(a.path for a in session.exec(select(Artifact)).all()),
         }
 
@@ -111,7 +113,8 @@ def tell_a_training(swarm: Any, steps: int = 6, evaluated: int = 2) -> None:
         swarm.tell("drop", episode_id=f"e{number}", group_id="g", reason="timeout")
         swarm.tell("batch", step=step, episode_ids=batch, seed=step)
         metrics = {"reward_mean": step / 10, "loss": None}
-        swarm.tell("step", step=step, metrics=metrics, drops={"timeout": 1}, seconds=0.5)
+        flat = {"policy": "", "kind": "reward_flat", "value": 0.0, "limit": 0.1, "message": "it does not move"}
+        swarm.tell("step", step=step, metrics=metrics, drops={"timeout": 1}, seconds=0.5, health=[flat])
         if step % evaluated == 0:
             for game in range(4):
                 number += 1
@@ -155,6 +158,25 @@ def test_a_training_becomes_rows(swarm: Any, database: Database, experiment_id: 
     assert step_event.payload["metrics"] == {"reward_mean": 0.1, "loss": None}
     assert point is not None
     assert point.wall_s == step_event.at.timestamp() - 1001.0
+
+
+def test_what_the_engine_warns_of_becomes_rows(swarm: Any, database: Database, experiment_id: str) -> None:
+    spike = {"policy": "a", "kind": "kl_spike", "value": 0.5, "limit": 0.1, "message": "policy 'a': they differ by 0.5"}
+    grew = {"policy": "a", "kind": "gradient_explodes", "value": None, "limit": 10.0, "message": "from nothing"}
+    for step, health in ((1, []), (2, [spike]), (3, [spike | {"value": 0.7}, grew]), (3, [spike | {"value": 0.6}])):
+        swarm.tell("step", step=step, metrics={"a/loss": 0.0}, drops={"a/alone": 2}, seconds=1.0, health=health)
+    collect(swarm, database, experiment_id)
+    collect(swarm, database, experiment_id)
+    with database.read() as session:
+        rows = session.exec(select(HealthWarning).order_by(HealthWarning.id)).all()
+    assert [(row.segment, row.step, row.policy, row.kind, row.value, row.message) for row in rows] == [
+        (0, 2, "a", "kl_spike", 0.5, "policy 'a': they differ by 0.5"),
+        (0, 3, "a", "kl_spike", 0.7, "policy 'a': they differ by 0.5"),
+        (0, 3, "a", "gradient_explodes", None, "from nothing"),
+        (1, 3, "a", "kl_spike", 0.6, "policy 'a': they differ by 0.5"),
+    ]
+    assert {row.experiment_id for row in rows} == {experiment_id}
+    assert points(database, "drops.a/alone") == [(0, 1, 2.0), (0, 2, 2.0), (0, 3, 2.0), (1, 3, 2.0)]
 
 
 def test_numbers_that_are_not_finite_are_marked_and_the_others_drawn(

@@ -25,6 +25,7 @@ from experiments_db.models import (
 )
 from experiments_db.queries import (
     Axis,
+    Warned,
     all_curves,
     compare_runs,
     curves,
@@ -425,6 +426,40 @@ def test_a_run_is_shown_whole(database: Database, study: Study) -> None:
     assert detail.files == (("curve", "curve.png"),)
     assert [(one.detector, one.is_open) for one in detail.findings] == [("nan", True)]
     assert len(detail.plan_sha256) == 64
+
+
+def test_warnings_and_what_was_left_out_are_told_as_they_count(database: Database) -> None:
+    """The steps from 3 on are done again: only `flat` goes on there, and only the second drops count."""
+
+    def warning(kind: str, value: float, policy: str = "") -> dict[str, object]:
+        return {"policy": policy, "kind": kind, "value": value, "limit": 1.0, "message": f"{kind} is {value}"}
+
+    with database.write() as session:
+        run, well = (create_single_run(session, "vibe", "q", "nim", {"size": size}) for size in (3, 4))
+        told = Told(session, run)
+        for step, health, drops in (
+            (1, [warning("flat", 1.0), warning("spike", 8.0, "b")], {"alone": 1}),
+            (2, [], {}),
+            (3, [warning("flat", 3.0), warning("over", 3.0)], {"alone": 10, "stale": 10}),
+            (4, [warning("over", 4.0)], {"alone": 10}),
+            (3, [warning("flat", 3.5)], {"alone": 2}),
+            (4, [warning("flat", 4.5)], {"stale": 3}),
+        ):
+            told.tell("step", step=step, metrics={"loss": 0.0}, drops=drops, health=health)
+        told.done()
+        healthy = Told(session, well)
+        healthy.step(1, loss=0.0)
+        healthy.done()
+    with database.read() as session:
+        summaries = {one.id: one.warned_of for one in list_runs(session)}
+        detail, other = show_run(session, run), show_run(session, well)
+    assert summaries == {run: ("flat", "spike"), well: ()}
+    assert detail.warnings == (
+        Warned("flat", "", first_step=1, last_step=4, num_steps=3, value=4.5, message="flat is 4.5"),
+        Warned("spike", "b", first_step=1, last_step=1, num_steps=1, value=8.0, message="spike is 8.0"),
+    )
+    assert detail.left_out == {"alone": 3, "stale": 3}
+    assert (other.warnings, other.left_out) == ((), {})
 
 
 def test_a_comparison_says_what_differs_and_counts_failed_runs(database: Database, study: Study) -> None:

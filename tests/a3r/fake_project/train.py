@@ -17,7 +17,7 @@ from pathlib import Path
 from sqlmodel import select
 
 from experiments_db.engine import Database, open_database
-from experiments_db.models import EngineEvent, EvalItem, EvalRun, MetricPoint, ValueMark
+from experiments_db.models import EngineEvent, EvalItem, EvalRun, HealthWarning, MetricPoint, ValueMark
 
 
 def main(argv: list[str]) -> int:
@@ -56,6 +56,8 @@ def main(argv: list[str]) -> int:
             if step:
                 time.sleep(effects.get("step_s", 0.0))
                 tell_gradient(database, args.experiment, step, is_finite=step not in effects.get("bad_steps", []))
+                if step in effects.get("warned_steps", []):
+                    tell_warning(database, args.experiment, step)
                 print(
                     json.dumps({"event": "step", "step": step, "updates": updates, "metrics": {"reward_mean": top}}),
                     flush=True,
@@ -119,6 +121,21 @@ def tell_gradient(database: Database, experiment: str, step: int, *, is_finite: 
             )
             if session.exec(select(MetricPoint).where(*known)).first() is None:
                 session.add(MetricPoint(experiment_id=experiment, name=name, step=step, value=value, mark=mark))
+
+
+def tell_warning(database: Database, experiment: str, step: int) -> None:
+    """What the engine reports of flat groups, and what the update did without."""
+    with database.write() as session:
+        session.add(
+            HealthWarning(
+                experiment_id=experiment,
+                step=step,
+                kind="zero_variance",
+                value=0.9,
+                message="90% of the <groups> are flat",
+            )
+        )
+        session.add(MetricPoint(experiment_id=experiment, name="drops.zero_variance", step=step, value=7.0))
 
 
 if __name__ == "__main__":
