@@ -189,6 +189,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_supported_is_a_400_that_names_the_field(
     episode: SyncEpisode, change: dict[str, Any], param: str
 ) -> None:
+    """B054: top-p and top-k among them, for the trainer's distribution is over the whole vocabulary."""
     answer = httpx.post(
         f"{episode.base_url}/chat/completions",
         headers={"authorization": f"Bearer {episode.api_key}"},

@@ -14,6 +14,7 @@ import pytest
 import torch
 from adapters import adapted
 from episodes import call, conversations, episode
+from safetensors.torch import load_file
 from worker_process import WorkerProcess
 
 from swarm_engine.config import Merge, TrainerConfig
@@ -317,6 +318,77 @@ def test_policies_and_adapters_repeat_themselves_bit_for_bit_after_a_kill(tiny_d
         front.send(update(3, batches[3]), update(4, batches[4]), Save())
         assert [front.receive(Updated).step for _ in (3, 4)] == [3, 4]
         assert hashes(Path(front.receive(Saved).path or "")) == expected
+
+
+def learned(engine: Engine, *steps: int) -> list[dict[str, float | None]]:
+    """Train the one policy on the batches of some steps; returns the metrics, without how long it took."""
+    found = []
+    for step in steps:
+        metrics = metrics_of(engine, update(step, played(step, left="policy", right="policy"))).metrics
+        assert metrics["skipped"] == 0
+        found.append({name: value for name, value in metrics.items() if name != "update_s"})
+    return found
+
+
+def test_an_adapter_that_is_resumed_is_the_one_that_was_saved_and_no_new_one(tiny_dir: Path, tmp_path: Path) -> None:
+    """B111: after five updates its B matrices are those of the file, nothing is wrapped twice, and the loss goes on."""
+    policies = {"policy": THREE["left"]}
+    unbroken = boot(tiny_dir, tmp_path / "run", policies)
+    fresh = boot(tiny_dir, tmp_path / "fresh", policies)
+    learned(unbroken, 1, 2, 3, 4, 5)
+    saved = unbroken.save(Save())
+    file = load_file(Path(saved.path or "") / "policy" / "adapter_model.safetensors")
+    resumed = boot(tiny_dir, tmp_path / "run", policies)
+    assert resumed.step == 5
+    model = resumed.policies["policy"].policy.model
+    tensors = dict(model.named_adapter())
+    assert sorted(tensors) == sorted(file)
+    assert all(torch.equal(tensors[name], file[name]) for name in file)
+    halves = [tensor for name, tensor in tensors.items() if "lora_B" in name]
+    assert len(halves) == 3 * 7, "three layers of seven projections"
+    assert all(tensor.count_nonzero() for tensor in halves)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == [name for name, _ in fresh.policies["policy"].policy.model.named_parameters()]
+    sampled_from = dict(resumed.policies["policy"].served.named_adapter())
+    assert all(torch.equal(sampled_from[name], file[name]) for name in file)
+    (six,) = learned(unbroken, 6)
+    assert learned(resumed, 6) == [six]
+    anew = fresh.policies["policy"].train(BatchRecord(6, (), 6), played(6, left="policy", right="policy"))
+    assert anew.metrics["loss"] != six["loss"]
+
+
+def test_the_base_of_an_adapter_is_frozen_after_a_resume_too(tiny_dir: Path, tmp_path: Path) -> None:
+    """B112: as many parameters are trained as before, in the optimizer too, and no bit of the base moves."""
+
+    def trainable(engine: Engine) -> list[tuple[str, int]]:
+        model = engine.policies["policy"].policy.model
+        return [(name, one.numel()) for name, one in model.named_parameters() if one.requires_grad]
+
+    def base(engine: Engine) -> dict[str, str]:
+        model = engine.policies["policy"].policy.model
+        return {
+            name: hashlib.sha256(one.detach().numpy().tobytes()).hexdigest()
+            for name, one in model.named_parameters()
+            if "branch" not in name
+        }
+
+    policies = {"policy": THREE["left"]}
+    fresh = boot(tiny_dir, tmp_path, policies)
+    before, counted = base(fresh), trainable(fresh)
+    # Three layers; (inputs + outputs) * rank for each of the four matrices.
+    total = 3 * 4 * ((96 + 288) + (96 + 96) + (96 + 576) + (288 + 96))
+    assert sum(count for _, count in counted) == total
+    learned(fresh, 1, 2)
+    fresh.save(Save())
+    resumed = boot(tiny_dir, tmp_path, policies)
+    assert (resumed.step, trainable(resumed)) == (2, counted)
+    learned(resumed, 3, 4)
+    assert base(fresh) == before
+    assert base(resumed) == before
+    trainer = resumed.policies["policy"].trainer
+    assert trainer is not None
+    moments = [tensor.numel() for name, tensor in trainer.optimizer.state().items() if tensor.dim() > 0]
+    assert sum(moments) == 2 * total, "the two moments of what is trained"
 
 
 @pytest.mark.parametrize(

@@ -165,10 +165,16 @@ def test_checkpoints_of_another_run_end_the_boot(tiny_dir: Path, tmp_path: Path)
         Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path / "checkpoints"), "other"))
 
 
-def test_the_sampler_follows_every_update_and_the_reward_rises(tiny_dir: Path, tmp_path: Path) -> None:
-    """B114: the sampler samples from the weights that were trained, under a version that rises by one an update."""
-    trainer = {"learning_rate": 1e-2}
-    config = {"policies": {"policy": {"model": "tiny"}}, "num_threads": 1, "trainer": trainer}
+@pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16.0}], ids=["whole", "adapter"])
+def test_the_sampler_follows_every_update_and_the_reward_rises(
+    tiny_dir: Path, tmp_path: Path, lora: dict[str, float] | None
+) -> None:
+    """B114: the sampler samples from the weights that were trained, under a version that rises by one an update.
+
+    For an adapter, those are not the base's: the last replies have other log-probabilities there.
+    """
+    trainer = {"learning_rate": 5e-2 if lora else 1e-2}
+    config = {"policies": {"policy": {"model": "tiny", "lora": lora}}, "num_threads": 1, "trainer": trainer}
     engine = Engine.boot(Boot(config, str(tiny_dir.parent), str(tmp_path / "checkpoints")))
     prompt, means = (5, 6, 7), []
     for step in range(1, 11):
@@ -190,6 +196,9 @@ def test_the_sampler_follows_every_update_and_the_reward_rises(tiny_dir: Path, t
         )
         engine.update(Update(BatchRecord(step, tuple(one.episode_id for one in batch), 0), batch))
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.1, means
+    with torch.no_grad():
+        by_start = score(load_policy(tiny_dir).model, [row]).logprobs_N.tolist()
+    assert max(abs(a - b) for a, b in zip(logprobs, by_start, strict=True)) > 0.1
 
 
 def sample(
