@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,9 @@ Script = str | tuple[int, ...]
 """A reply to play instead of sampling one, as text or token ids; for the scripted backend only."""
 
 
+UNNAMED = "unnamed_agents"
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How an episode ended, as its client said it."""
@@ -37,6 +41,8 @@ class Ending:
     metrics: Mapping[str, float]
     step_rewards: Mapping[str, float]
     """By call."""
+    unnamed: tuple[str, ...] = ()
+    """Agents of the claim that it gives no reward; a bare number would be for them too."""
 
     def as_text(self) -> str:
         """Equal for equal ends."""
@@ -45,8 +51,16 @@ class Ending:
             "outcome": self.outcome,
             "metrics": dict(sorted(self.metrics.items())),
         }
-        steps = dict(sorted(self.step_rewards.items()))
-        return dumps({**parts, "step_rewards": steps} if steps else parts)
+        if self.step_rewards:
+            parts["step_rewards"] = dict(sorted(self.step_rewards.items()))
+        if self.unnamed:
+            parts[UNNAMED] = sorted(self.unnamed)
+        return dumps(parts)
+
+    @staticmethod
+    def unnamed_in(text: str) -> tuple[str, ...]:
+        """The agents without a reward in what `as_text` returned."""
+        return tuple(json.loads(text).get(UNNAMED, ()))
 
 
 @dataclass(frozen=True, slots=True)

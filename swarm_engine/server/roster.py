@@ -414,7 +414,9 @@ class Roster:
         episode = self._live.get(episode_id)
         if episode is None:
             row = await self.ended_row(episode_id)
-            ending = Ending(_by_agent(reward, tuple(row.rewards) or (DEFAULT_AGENT,)), outcome, metrics, step_rewards)
+            agents = (*row.rewards, *Ending.unnamed_in(row.request))
+            rewards = _by_agent(reward, agents or (DEFAULT_AGENT,))
+            ending = Ending(rewards, outcome, metrics, step_rewards, _without(agents, rewards))
             _check_same_end(episode_id, row.request, ending.as_text())
             return ending.rewards
         rewards = _by_agent(reward, episode.agents or episode.speakers or (DEFAULT_AGENT,))
@@ -430,7 +432,7 @@ class Roster:
                 f"its claim named {', '.join(episode.agents)}",
                 param="reward",
             )
-        ending = Ending(rewards, outcome, metrics, step_rewards)
+        ending = Ending(rewards, outcome, metrics, step_rewards, _without(episode.agents, rewards))
         if episode.ending is not None:
             _check_same_end(episode_id, episode.ending, ending.as_text())
         else:
@@ -453,7 +455,8 @@ class Roster:
         if unknown := [call_id for call_id in step_rewards if call_id not in made]:
             raise InvalidError(
                 f"step_rewards names {shown(unknown[0])}, which is no answered call of this episode",
-                "its calls' ids came with their replies, as x-call-id",
+                "its calls' ids came with their replies as x-call-id, and stand behind msg_ or resp_ in the id of a "
+                "message or a response",
                 param="step_rewards",
             )
 
@@ -624,6 +627,11 @@ def _by_agent(reward: Reward, agents: Sequence[str]) -> dict[str, float | None]:
     if isinstance(reward, Mapping):
         return dict(reward)
     return dict.fromkeys(agents, reward)
+
+
+def _without(agents: Sequence[str], rewards: Mapping[str, float | None]) -> tuple[str, ...]:
+    """The agents that have no reward, not even null."""
+    return tuple(agent for agent in agents if agent not in rewards)
 
 
 def _drop_reason(rewards: Mapping[str, float | None], outcome: Outcome) -> str | None:

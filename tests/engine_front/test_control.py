@@ -315,6 +315,27 @@ def test_a_reward_for_an_agent_that_the_claim_did_not_name_is_refused(engine: Se
     assert ask(engine, "POST", f"{path}/end", end).status_code == 200
 
 
+def test_a_bare_number_is_for_every_agent_of_the_claim_also_after_an_end_that_named_some(engine: Served) -> None:
+    """It is the same end only where that gave all of them this number."""
+
+    def ended(first: Any, again: Any) -> list[int]:
+        claimed = ask(engine, "POST", "/episodes", claim_body(agents=["white", "black"])).json()
+        path = f"/episodes/{claimed['episode_id']}/end"
+        return [
+            ask(engine, "POST", path, {"reward": reward, "outcome": "success"}).status_code
+            for reward in (first, again, first)
+        ]
+
+    assert ended({"white": 1.0}, 1.0) == [200, 409, 200]
+    assert ended({}, 1.0) == [200, 409, 200]
+    assert ended({"white": None}, None) == [200, 409, 200]
+    assert ended({"white": 1.0, "black": 0.0}, 1.0) == [200, 409, 200]
+    assert ended({"white": 1.0, "black": 1.0}, 1.0) == [200, 200, 200]
+    assert ended({"white": 1.0}, {"white": 1.0, "black": 1.0}) == [200, 409, 200]
+    assert ended(1.0, {"black": 1.0, "white": 1.0}) == [200, 200, 200]
+    assert ended(1.0, {"white": 1.0}) == [200, 409, 200]
+
+
 def test_rewards_of_calls_are_kept_with_the_episode_and_part_of_its_end(engine: Served) -> None:
     with engine.client() as client:
         episode = client.episode("steps", mode=EVAL)
@@ -327,6 +348,8 @@ def test_rewards_of_calls_are_kept_with_the_episode_and_part_of_its_end(engine: 
         ):
             answer = ask(engine, "POST", path, {**end, "step_rewards": [{"call_id": c, "reward": r} for c, r in steps]})
             assert (answer.status_code, answer.json()["error"]["message"]) == (422, message)
+            if "no answered call" in message:
+                assert "as x-call-id, and stand behind msg_ or resp_ in the id" in answer.json()["error"]["hint"]
         episode.end(reward=1.0, step_rewards={calls[1]: 0.5, calls[0]: -1.0})
         again = [{"call_id": calls[0], "reward": -1.0}, {"call_id": calls[1], "reward": 0.5}]
         assert ask(engine, "POST", path, {**end, "step_rewards": again}).status_code == 200
