@@ -43,15 +43,23 @@ def combined(updates: Mapping[str, Updated]) -> Updated:
 
 
 def _of_all(policies: list[dict[str, float | None]]) -> dict[str, float | None]:
-    """What is said of the update itself. The reward is the mean of the policies' means, for each counts once."""
+    """What is said of the update itself.
+
+    The reward is the mean of the policies' means, for each counts once; the age of tokens is a mean over all of them.
+    """
 
     def known(metric: str) -> list[float]:
         return [value for one in policies if (value := one.get(metric)) is not None]
 
     rewards = known("reward_mean")
+    aged = [one for one in policies if one["staleness_mean"] is not None]
+    num_aged = sum(one["num_trained_tokens"] or 0 for one in aged)
+    age = sum((one["staleness_mean"] or 0) * (one["num_trained_tokens"] or 0) for one in aged)
     return {
         "reward_mean": sum(rewards) / len(rewards) if rewards else None,
         "learning_rate": policies[0]["learning_rate"],
+        "staleness_mean": age / num_aged if num_aged else None,
+        "staleness_max": max(known("staleness_max"), default=None),
         "skipped": min(known("skipped")),
         "nonfinite_gradient": max(known("nonfinite_gradient")),
         "nonfinite_loss": max(known("nonfinite_loss")),

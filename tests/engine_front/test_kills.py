@@ -157,7 +157,13 @@ def last_weights(run: Run) -> tuple[int, bytes]:
 
 
 def trained_from_journal(run_dir: Path, aside: Path, config: dict[str, Any]) -> tuple[int, bytes]:
-    """What a trainer that is never disturbed makes of a journal's batches."""
+    """What a trainer of one policy that is never disturbed makes of a journal's batches."""
+    step, saved = saved_from_journal(run_dir, aside, config)
+    return step, (saved / "policy" / "model.safetensors").read_bytes()
+
+
+def saved_from_journal(run_dir: Path, aside: Path, config: dict[str, Any]) -> tuple[int, Path]:
+    """The checkpoint that trainers write which are never disturbed, of a journal's batches."""
     torch.set_num_threads(1)
     events, _, records = read_journal(run_dir)
     engine = Engine.boot(Boot(config, str(run_dir / "models"), str(aside)))
@@ -168,8 +174,7 @@ def trained_from_journal(run_dir: Path, aside: Path, config: dict[str, Any]) -> 
             allowed = range(batch["step"] - 1 - config["trainer"].get("max_staleness", 0), batch["step"])
             assert versions <= set(allowed), "B093: an episode was trained that other weights had sampled"
             engine.update(Update(BatchRecord(batch["step"], tuple(batch["episode_ids"]), batch["seed"]), episodes))
-    saved = engine.save(Save())
-    return engine.step, (Path(saved.path or "") / "policy" / "model.safetensors").read_bytes()
+    return engine.step, Path(engine.save(Save()).path or "")
 
 
 @pytest.mark.slow

@@ -310,6 +310,8 @@ def test_an_update_trains_each_policy_and_says_so_of_each(tmp_path: Path, merge:
         assert not any(name.startswith("nano/") for name in metrics)
         assert {name for name in metrics if "/" not in name} == {
             "reward_mean",
+            "staleness_mean",
+            "staleness_max",
             "learning_rate",
             "skipped",
             "nonfinite_gradient",

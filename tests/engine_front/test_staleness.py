@@ -16,7 +16,7 @@ import pytest
 from conftest import Served, serve_process, serve_thread
 from episodes import own_logprobs
 from held_worker import Gate
-from test_kills import trained_from_journal
+from test_kills import saved_from_journal, trained_from_journal
 from test_lifecycle import read_journal, wait_for_state, wait_until
 from tiny_model import build_tiny_model
 
@@ -196,6 +196,79 @@ def test_episodes_that_wait_for_a_later_batch_survive_a_kill_during_an_update(tm
         assert batches == [first, second, [third, fourth]]
         weights = (saved / "policy" / "model.safetensors").read_bytes()
         assert trained_from_journal(run_dir, tmp_path / "aside", CONFIG) == (3, weights)
+    finally:
+        served.stop(signal.SIGKILL)
+
+
+TWO: dict[str, Any] = {"left": {"model": "tiny", "lora": {"rank": 2}}, "right": {"model": "tiny"}}
+
+
+def play_both(client: SwarmClient, task: str, least: float = 0.0) -> list[str]:
+    """Two episodes in which an adapter and a policy with weights of its own speak; rewards from `least` on."""
+    ids = []
+    for reward in (0.0, 1.0):
+        with client.episode(task, wait_s=60) as episode:
+            for agent, policy in (("a", "left"), ("b", "right")):
+                episode.chat(HI, agent=agent, policy=policy)
+            episode.end(reward={"a": least + reward, "b": least + 1 - reward})
+            ids.append(episode.episode_id)
+    return ids
+
+
+@pytest.mark.parametrize("killed", ["worker", "front"])
+def test_several_policies_are_trained_ahead_and_survive_a_kill_bit_for_bit(tmp_path: Path, killed: str) -> None:
+    """Killed in the second update, with a checkpoint of the first; every policy then has the journal's weights."""
+    run_dir = tmp_path / "run"
+    build_tiny_model(run_dir / "models" / "tiny")
+    config = {**CONFIG, "policies": TWO, "trainer": {**CONFIG["trainer"], "checkpoint_every": 1}}
+    gate = Gate(tmp_path / "gate")
+    served = serve_process(run_dir, worker=gate.command)
+    try:
+        with served.client() as client:
+            client.start(config, wait=True)
+            batches = [play_both(client, task) for task in ("a", "b", "c")]
+            wait_for_update(client, 1)
+            with pytest.raises(ClaimTimeoutError, match="quota"):
+                client.episode("d", wait_s=0)
+            gate.open()
+            wait_for_update(client, 2)
+            assert {name: one.version for name, one in client.status().policies.items()} == {"left": 1, "right": 1}
+            batches.append(play_both(client, "d", 1.0))
+            if killed == "worker":
+                (worker,) = psutil.Process(served.pid).children()
+                worker.kill()
+                wait_for_state(client, EngineState.FAILED)
+        if killed == "front":
+            served.stop(signal.SIGKILL)
+            served = serve_process(run_dir, worker=gate.command)
+        with served.client() as client:
+            client.start()
+            for step in (2, 3, 4):
+                gate.open()
+                wait_for_step(client, step)
+            saved = Path(client.checkpoint())
+            steps = payloads(client, "step")
+            # What the batch of `d` earned is to the credit of the weights that played it, not of the update's own.
+            earned = {one.step: one.reward for one in client.checkpoints()}
+            assert (earned[1], earned[3]) == (1.5, None)
+            assert [batch["episode_ids"] for batch in payloads(client, "batch")] == batches
+        _, _, records = read_journal(run_dir)
+        for version, batch in ((0, batches[0]), (0, batches[2]), (1, batches[3])):
+            for name in batch:
+                calls = episode_records.validate_json(records[name]).episode.calls
+                assert [(call.policy, set(call.policy_versions)) for call in calls] == [
+                    ("left", {version}),
+                    ("right", {version}),
+                ]
+        assert [step["step"] for step in steps] == [1, 2, 3, 4]
+        for name in ("left/staleness_max", "right/staleness_max", "staleness_max", "staleness_mean"):
+            assert [step["metrics"][name] for step in steps] == [0, 1, 2, 2], name
+        assert [step["metrics"]["skipped"] for step in steps] == [0] * 4
+        assert [step["drops"] for step in steps] == [{}] * 4
+        step, aside = saved_from_journal(run_dir, tmp_path / "aside", config)
+        assert step == 4
+        for file in ("left/adapter_model.safetensors", "right/model.safetensors", "right/optimizer.safetensors"):
+            assert (saved / file).read_bytes() == (aside / file).read_bytes(), file
     finally:
         served.stop(signal.SIGKILL)
 

@@ -98,37 +98,54 @@ def test_a_policy_takes_its_own_calls_and_the_rewards_of_who_spoke_through_it() 
 
 
 def test_what_is_said_of_all_policies_by_hand() -> None:
-    def one(reward: float | None, skipped: float, calls: float, **drops: int) -> Updated:
+    def one(
+        reward: float | None,
+        skipped: float,
+        calls: float,
+        tokens: float,
+        ages: tuple[float, float] | None,
+        **drops: int,
+    ) -> Updated:
         metrics: dict[str, float | None] = {
             "reward_mean": reward,
+            "staleness_mean": ages[0] if ages else None,
+            "staleness_max": ages[1] if ages else None,
             "skipped": skipped,
             "nonfinite_gradient": 0.0,
             "nonfinite_loss": skipped,
             "learning_rate": 0.5,
             "num_calls": calls,
-            "num_trained_tokens": 10.0,
+            "num_trained_tokens": tokens,
             "num_computed_tokens": 20.0,
             "optimizer_steps": 1.0,
             "update_s": 0.25,
         }
         return Updated(3, metrics, drops)
 
-    both = combined({"x": one(1.0, 0.0, 4.0, stale=2), "y": one(None, 1.0, 2.0, alone=1)})
+    both = combined(
+        {"x": one(1.0, 0.0, 4.0, 10.0, (0.5, 2.0), stale=2), "y": one(None, 1.0, 2.0, 30.0, (1.5, 1.5), alone=1)}
+    )
     assert (both.step, both.drops) == (3, {"x/stale": 2, "y/alone": 1})
     of_all = {name: value for name, value in both.metrics.items() if "/" not in name}
     assert of_all == {
         "reward_mean": 1.0,
+        "staleness_mean": 1.25,  # ten tokens of 0.5 and thirty of 1.5
+        "staleness_max": 2.0,
         "skipped": 0.0,
         "nonfinite_gradient": 0.0,
         "nonfinite_loss": 1.0,
         "learning_rate": 0.5,
         "num_calls": 6.0,
-        "num_trained_tokens": 20.0,
+        "num_trained_tokens": 40.0,
         "num_computed_tokens": 40.0,
         "optimizer_steps": 2.0,
         "update_s": 0.5,
     }
     assert (both.metrics["x/num_calls"], both.metrics["y/reward_mean"]) == (4.0, None)
+    silent = combined({"x": one(1.0, 0.0, 4.0, 10.0, (0.5, 2.0)), "y": one(None, 1.0, 0.0, 0.0, None)}).metrics
+    assert (silent["staleness_mean"], silent["staleness_max"]) == (0.5, 2.0)
+    nobody = combined({"x": one(1.0, 0.0, 0.0, 0.0, None), "y": one(None, 1.0, 0.0, 0.0, None)}).metrics
+    assert (nobody["staleness_mean"], nobody["staleness_max"]) == (None, None)
 
 
 def test_each_policy_ends_with_the_weights_that_a_trainer_of_its_own_gives(tiny_dir: Path, tmp_path: Path) -> None:

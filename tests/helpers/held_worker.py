@@ -30,14 +30,18 @@ class Gate:
 
 
 class HeldTrainer(Trainer):
-    """Waits at the gate before it trains."""
+    """Waits at the gate before it trains; of several policies, the first one of an update does."""
 
     gate: Path
+    passed = 0
+    """Step of the last update that did not wait any more."""
 
     def update(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:
         """Wait, then train."""
-        if fault := self.gate.read_text():
-            raise RuntimeError(fault)
+        if record.step > HeldTrainer.passed:
+            if fault := self.gate.read_text():
+                raise RuntimeError(fault)
+            HeldTrainer.passed = record.step
         return super().update(record, episodes)
 
 
