@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,14 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    run_dir = tmp_path / "run"
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG))
+    with serving(tmp_path / "run", CONFIG) as served:
+        yield served
+
+
+@contextmanager
+def serving(run_dir: Path, settings: dict[str, Any]) -> Iterator[Served]:
+    config = run_dir.with_name("config.json")
+    config.write_text(json.dumps(settings))
     command = [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(run_dir), "--start"]
     with subprocess.Popen([*command, "--config", str(config)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
