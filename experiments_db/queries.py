@@ -54,7 +54,7 @@ HELD_OUT = "heldout"
 """Asks for the held-out curve where a metric's name is asked for."""
 DROPS = "drops."
 """Begins the names of the metrics that count what a step left out."""
-OPTIMIZER_STEPS = "num_optimizer_steps"
+OPTIMIZER_STEPS = "optimizer_steps"
 """The engine's metric of how many optimizer steps an update took; 1 where it reports none."""
 
 

@@ -14,6 +14,7 @@ from episodes import call, conversations, episode, own_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments_db import queries
 from swarm_engine.config import Aggregation, Algorithm, Merge, TrainerConfig
 from swarm_engine.models.decoder import Decoder, attend_causally
 from swarm_engine.models.loading import LoadedPolicy
@@ -243,6 +244,12 @@ def test_entropy_with_an_impossible_token_is_finite_and_so_is_its_gradient() -> 
     values.sum().backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
     assert logits.grad.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_an_update_reports_what_the_experiment_log_asks_for_by_name(tiny: LoadedPolicy) -> None:
+    metrics = update(Trainer(tiny.model, TrainerConfig(epochs=3)), conversations(0)).metrics
+    assert metrics[queries.OPTIMIZER_STEPS] == 3
+    assert metrics[queries.REWARD] is not None
 
 
 @pytest.mark.parametrize("how", [Merge.TOKEN, Merge.TREE])

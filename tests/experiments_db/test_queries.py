@@ -211,7 +211,7 @@ def test_rewards_losses_and_evaluations_share_an_axis_and_optimizer_steps_are_an
     with database.write() as session:
         told = Told(session, experiment_id)
         for step, inner in enumerate((10, 50, 30, 20, 40), 1):
-            told.step(step, reward_mean=0.5, loss=1.0, num_optimizer_steps=inner)
+            told.step(step, reward_mean=0.5, loss=1.0, optimizer_steps=inner)
             told.evaluate(step, {"a": [1.0]})
         told.done()
         on_steps = all_curves(session, experiment_id)
