@@ -27,6 +27,14 @@ class SamplerBackend(StrEnum):
     """vLLM in a process and an environment of its own, see docs/vllm.md."""
 
 
+class Device(StrEnum):
+    """What weights are computed with."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    """The first GPU that a process sees, or one for each rank on a machine."""
+
+
 class VllmDtype(StrEnum):
     """What vLLM computes in; the trainer's weights are float32."""
 
@@ -500,6 +508,8 @@ class EngineConfig(Frozen):
     """An episode that runs longer than this ends as `timeout`, and its place in the group is given out again."""
     lease_s: float = Field(60.0, gt=0)
     """A client silent for this long about an episode has lost it; every call and heartbeat renews the lease."""
+    device: Device = Device.CPU
+    """Of the engine worker, its ranks and the embedded sampler; vLLM has the device that its build is for."""
     num_threads: int | None = Field(None, ge=1, le=1024)
     """Threads of the worker; None takes one for a model too small to share, otherwise the cores that are there."""
     sampler: SamplerConfig = SamplerConfig()
@@ -527,6 +537,25 @@ class EngineConfig(Frozen):
             raise ValueError(
                 "lockstep is true, but vLLM computes calls together, so their numbers depend on each other; leave "
                 "lockstep out, or set sampler.backend to 'torch'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lockstep_is_on_a_cpu(self) -> Self:
+        if self.lockstep and self.device is not Device.CPU:
+            raise ValueError(
+                f"lockstep is true and device is {self.device}, whose sums nobody has seen come out the same twice; "
+                "leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ray_reserves_gpus(self) -> Self:
+        placement = self.placement
+        if self.device is Device.CUDA and placement.kind is PlacementKind.RAY and "GPU" not in placement.bundle:
+            raise ValueError(
+                f"device is cuda, but placement.resources is {placement.bundle}, so Ray hides the GPUs from ranks; add "
+                "GPU: 1 to it"
             )
         return self
 

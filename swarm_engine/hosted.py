@@ -12,7 +12,7 @@ from swarm_engine.config import EngineConfig, LoraConfig, PolicyConfig, SamplerB
 from swarm_engine.errors import ModelError
 from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder
-from swarm_engine.models.loading import LoadedPolicy, adapt, load_adapter, load_policy, read_json, weights_sha256
+from swarm_engine.models.loading import CPU, LoadedPolicy, adapt, load_adapter, load_policy, read_json, weights_sha256
 from swarm_engine.models.lora import ADAPTER_CONFIG, read_peft_config
 from swarm_engine.protocol import PolicyReady, Updated
 from swarm_engine.sampler import Reply, Sampler
@@ -55,7 +55,7 @@ class Start:
         return Start(base, resolve(base, model_root), lora, path)
 
 
-def load_policies(config: EngineConfig, model_root: str) -> dict[str, LoadedPolicy]:
+def load_policies(config: EngineConfig, model_root: str, device: torch.device = CPU) -> dict[str, LoadedPolicy]:
     """The start weights of every policy, by name. What is frozen is in memory once, whoever serves it.
 
     Raises:
@@ -67,10 +67,10 @@ def load_policies(config: EngineConfig, model_root: str) -> dict[str, LoadedPoli
     for name, policy in config.policies.items():
         start = Start.of(policy, model_root)
         if policy.trainable and start.lora is None:
-            loaded[name] = load_policy(start.path)
+            loaded[name] = load_policy(start.path, device=device)
             continue
         if start.path not in frozen:
-            frozen[start.path] = load_policy(start.path)
+            frozen[start.path] = load_policy(start.path, device=device)
             frozen[start.path].model.requires_grad_(False)
         loaded[name] = frozen[start.path]
         if start.lora is not None:

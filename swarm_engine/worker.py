@@ -31,6 +31,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from swarm_engine.config import EngineConfig, PlacementKind
+from swarm_engine.device import find_device
 from swarm_engine.errors import CheckpointError, SwarmEngineError, WorkerError
 from swarm_engine.folders import whole_folder
 from swarm_engine.hosted import HostedPolicy, load_policies
@@ -98,12 +99,12 @@ class Engine:
         Raises:
             ModelError: a model can't be found or run, or the checkpoint is of another one.
             CheckpointError: there are checkpoints of another run.
-            WorkerError: sampler and trainer disagree about a policy.
+            WorkerError: there is no such device, or sampler and trainer disagree about a policy.
             ValidationError: the config is not one.
         """
         config = EngineConfig.model_validate(boot.config)
         torch.set_num_threads(config.num_threads or 1)
-        loaded = load_policies(config, boot.model_root)
+        loaded = load_policies(config, boot.model_root, find_device(config.device))
         largest = max(num_parameters(policy.model) for policy in loaded.values())
         if config.num_threads is None and largest > ONE_THREAD_PARAMETERS:
             # Sampler and trainer share the cores where they compute at the same time.

@@ -216,6 +216,11 @@ class Decoder(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and everything that is computed with them."""
+        return self.embedding.device
+
     def hidden(self, tokens_B_T: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """The last layer's normed output, shape (B, T, C).
 

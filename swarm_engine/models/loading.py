@@ -30,6 +30,8 @@ DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
 """Keys of `config.json` that name the numbers' type, which is this engine's to choose."""
 
 
+CPU = torch.device("cpu")
+
 BASE = "base.json"
 """Beside an adapter: the model that it is for, with a hash of its weights."""
 
@@ -64,7 +66,7 @@ class LoadedPolicy:
         return self.model.config.max_context
 
 
-def load_policy(path: Path | str, dtype: torch.dtype = torch.float32) -> LoadedPolicy:
+def load_policy(path: Path | str, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> LoadedPolicy:
     """Load a folder in Hugging Face layout, or one file of shipped weights, whose folder's parent holds the rest.
 
     Raises:
@@ -76,7 +78,7 @@ def load_policy(path: Path | str, dtype: torch.dtype = torch.float32) -> LoadedP
     with torch.device("cpu"):
         model = Decoder(DecoderConfig.from_json(config_json)).to(dtype)
     model.load_weights(read_tensors(path))
-    return LoadedPolicy(model, config_json, folder, _end_ids(folder, config_json))
+    return LoadedPolicy(model.to(device), config_json, folder, _end_ids(folder, config_json))
 
 
 def adapt(base: LoadedPolicy, name: str, base_sha256: str, lora: LoraConfig, seed: int) -> LoadedPolicy:

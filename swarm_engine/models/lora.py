@@ -57,7 +57,9 @@ class LowRank(nn.Module):
         rows = [row for one in self.targets for row in range(one.start, one.stop)]
         self.a_R_I = nn.Parameter(like.new_empty(config.rank, num_inputs))
         self.b_O_R = nn.Parameter(like.new_zeros(len(rows), config.rank))
-        self.register_buffer("rows_O", None if len(rows) == self.num_outputs else torch.tensor(rows), persistent=False)
+        is_whole = len(rows) == self.num_outputs
+        rows_O = None if is_whole else torch.tensor(rows, device=like.device)
+        self.register_buffer("rows_O", rows_O, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The branch's share of the matrix's product with `x`, which has shape (..., I)."""

@@ -123,8 +123,10 @@ class Probe:
         if self._version is not None:
             self._sampler.cancel(self._request_id)
         model = self._policy.model
-        hidden_1_T_C = model.hidden(torch.tensor([self._prompt]), torch.arange(len(self._prompt)), attend_causally)
-        logits_V = model.logits(hidden_1_T_C[0, -1])
+        with model.device:
+            tokens_1_T, positions_T = torch.tensor([self._prompt]), torch.arange(len(self._prompt))
+        hidden_1_T_C = model.hidden(tokens_1_T, positions_T, attend_causally)
+        logits_V = model.logits(hidden_1_T_C[0, -1]).cpu()
         self._expected_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)).log_softmax(-1)
         self._version = version
         ask = Generate(self._request_id, self._name, self._prompt, self._params, self._script, is_streamed=False)

@@ -47,19 +47,24 @@ class KeyValueCache:
     """The rows and their bookkeeping. Nothing here reads the weights."""
 
     def __init__(
-        self, config: DecoderConfig, num_slots: int, *, keeps_prefixes: bool, dtype: torch.dtype, version: int
+        self, config: DecoderConfig, num_slots: int, *, keeps_prefixes: bool, like: Tensor, version: int
     ) -> None:
+        """Empty.
+
+        Args:
+            like: a weight; keys and values are of its numbers' type, where it is.
+        """
         self.num_slots = num_slots
         self.version = version
         """Of the weights now. Raising it is all it takes to forget: rows of an older version match nothing."""
         self._keeps_prefixes = keeps_prefixes
         self._max_tokens = config.max_context
         room = min(INITIAL_TOKENS, config.max_context)
-        row_bytes = 2 * config.num_layers * config.num_kv_heads * (room + 1) * config.head_dim * dtype.itemsize
+        row_bytes = 2 * config.num_layers * config.num_kv_heads * (room + 1) * config.head_dim * like.dtype.itemsize
         parked = min(PARKED_PER_SLOT * num_slots, PARKED_BYTES // row_bytes) if keeps_prefixes else 0
         self.num_rows = num_slots + parked
         shape = (2, config.num_layers, self.num_rows, config.num_kv_heads, room + 1, config.head_dim)
-        self.kv_2_L_R_K_T_D = _zeros(shape, dtype)
+        self.kv_2_L_R_K_T_D = _zeros(shape, like)
         self.tokens_R_T: NDArray[np.int64] = np.full((self.num_rows, room), -1, np.int64)
         self.lengths_R: NDArray[np.int64] = np.zeros(self.num_rows, np.int64)
         """Positions whose keys and values are there."""
@@ -134,7 +139,7 @@ class KeyValueCache:
             return
         wider = min(self._max_tokens, max(2 * room, num_tokens))
         old = self.kv_2_L_R_K_T_D
-        self.kv_2_L_R_K_T_D = _zeros((*old.shape[:4], wider + 1, old.shape[5]), old.dtype)
+        self.kv_2_L_R_K_T_D = _zeros((*old.shape[:4], wider + 1, old.shape[5]), old)
         # Row by row, and those alone that hold something: an empty row's memory isn't there yet, and need not be.
         for row in np.flatnonzero(self._is_held()).tolist():
             self.kv_2_L_R_K_T_D[:, :, row, :, :room] = old[:, :, row, :, :room]
@@ -180,13 +185,15 @@ class KeyValueCache:
         self.kv_2_L_R_K_T_D[:, :, target, :, :length] = self.kv_2_L_R_K_T_D[:, :, source, :, :length]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros whose memory the system hands out when it is written: torch.zeros would touch all of it.
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros whose memory a CPU's system hands out when it is written: torch.zeros would touch all of it.
 
     Zeros they must be: a masked position still multiplies its value by 0, and 0 times NaN is NaN. Aligned, for the
     last bit of a matrix product may depend on it.
     """
-    size = math.prod(shape) * dtype.itemsize
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.dtype.itemsize
     raw = np.zeros(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
-    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)
+    return torch.from_numpy(raw[start : start + size]).view(like.dtype).view(shape)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,9 +102,8 @@ class SlotSampler:
         self._grammars = grammars
         self._max_context = model.config.max_context
         num_slots = 1 if is_lockstep else max_running
-        dtype = model.embedding.dtype
         self._cache = KeyValueCache(
-            model.config, num_slots, keeps_prefixes=not is_lockstep, dtype=dtype, version=version
+            model.config, num_slots, keeps_prefixes=not is_lockstep, like=model.embedding, version=version
         )
         self._waiting: deque[Generate] = deque()
         self._running: dict[int, Running] = {}
@@ -241,13 +241,13 @@ class SlotSampler:
         counts_B = np.array([stretch.end - stretch.start for stretch in batch])
         steps_T = np.arange(longest)
         positions_B_T = starts_B[:, None] + np.minimum(steps_T, counts_B[:, None] - 1)
-        tokens_B_T = torch.from_numpy(cache.tokens_R_T[slots_B[:, None], positions_B_T])
+        tokens_B_T = self._there(cache.tokens_R_T[slots_B[:, None], positions_B_T])
         # Padding repeats a row's last token, and writes what it computes where no context reads.
-        targets_B_T = torch.from_numpy(np.where(steps_T < counts_B[:, None], positions_B_T, cache.scratch))
-        rows_B = torch.from_numpy(slots_B)
+        targets_B_T = self._there(np.where(steps_T < counts_B[:, None], positions_B_T, cache.scratch))
+        rows_B = self._there(slots_B)
         span = int((starts_B + counts_B).max())
         is_fresh = not starts_B.any()
-        is_seen_B_1_T_S = torch.from_numpy(np.arange(span) <= positions_B_T[:, None, :, None])
+        is_seen_B_1_T_S = self._there(np.arange(span) <= positions_B_T[:, None, :, None])
         keys_L_R_K_T_D, values_L_R_K_T_D = cache.kv_2_L_R_K_T_D
         is_grouped = self._model.config.num_heads != self._model.config.num_kv_heads
 
@@ -267,8 +267,8 @@ class SlotSampler:
                 enable_gqa=is_grouped,
             )
 
-        hidden_B_T_C = self._model.hidden(tokens_B_T, torch.from_numpy(positions_B_T), attend)
-        return hidden_B_T_C[torch.arange(len(batch)), torch.from_numpy(counts_B - 1)]
+        hidden_B_T_C = self._model.hidden(tokens_B_T, self._there(positions_B_T), attend)
+        return hidden_B_T_C[self._there(np.arange(len(batch))), self._there(counts_B - 1)]
 
     def _decode(self) -> list[Reply]:
         """Feed the newest token of every running slot and sample the one after it."""
@@ -285,9 +285,9 @@ class SlotSampler:
         positions_R = np.zeros(len(rows_R), np.int64)
         here_B = slots_B if is_view else np.arange(len(slots_B))
         at_R[here_B] = positions_R[here_B] = cache.lengths_R[slots_B]
-        tokens_R_1 = torch.from_numpy(self._last_S[rows_R])[:, None]
-        rows, at = torch.from_numpy(rows_R), torch.from_numpy(at_R)
-        is_seen_R_1_1_S = torch.from_numpy(np.arange(span) <= positions_R[:, None, None, None])
+        tokens_R_1 = self._there(self._last_S[rows_R])[:, None]
+        rows, at = self._there(rows_R), self._there(at_R)
+        is_seen_R_1_1_S = self._there(np.arange(span) <= positions_R[:, None, None, None])
         keys_L_R_K_T_D, values_L_R_K_T_D = cache.kv_2_L_R_K_T_D
         shape = (len(rows_R), config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
 
@@ -306,10 +306,10 @@ class SlotSampler:
             )
             return out.reshape(q_R_H_1_D.shape)
 
-        hidden_R_1_C = self._model.hidden(tokens_R_1, torch.from_numpy(positions_R)[:, None], attend)
+        hidden_R_1_C = self._model.hidden(tokens_R_1, self._there(positions_R)[:, None], attend)
         cache.append(slots_B, self._last_S[slots_B])
         hidden_B_C = hidden_R_1_C[:, 0]
-        return self._sample(slots_B, hidden_B_C if len(here_B) == len(rows_R) else hidden_B_C[torch.from_numpy(here_B)])
+        return self._sample(slots_B, hidden_B_C if len(here_B) == len(rows_R) else hidden_B_C[self._there(here_B)])
 
     def _sample(self, slots_B: NDArray[np.int64], hidden_B_C: Tensor) -> list[Reply]:
         """Choose the next token of each slot from its hidden state, and end the requests that are complete."""
@@ -318,15 +318,16 @@ class SlotSampler:
         forced_B = None
         if self._backend is SamplerBackend.SCRIPTED:
             scripts = [running.request.script or () for running in requests]
-            forced_B = torch.tensor([script[count] for script, count in zip(scripts, counts_B, strict=True)])
+            forced_B = self._there(np.array([script[count] for script, count in zip(scripts, counts_B, strict=True)]))
         logits_B_V = self._model.logits(hidden_B_C)
         problems = _rule_out(requests, logits_B_V)
         tokens_B, logprobs_B, logprobs_B_V = choose(
             logits_B_V,
-            torch.from_numpy(self._temperatures_S[slots_B]),
-            torch.from_numpy(uniforms(self._seeds_S[slots_B], counts_B)),
+            self._there(self._temperatures_S[slots_B]),
+            self._there(uniforms(self._seeds_S[slots_B], counts_B)),
             forced_B,
         )
+        tokens_B, logprobs_B = tokens_B.cpu(), logprobs_B.cpu()
         self._last_S[slots_B] = tokens_B.numpy()
         replies: list[Reply] = []
         chosen = zip(requests, tokens_B.tolist(), logprobs_B.tolist(), strict=True)
@@ -353,6 +354,10 @@ class SlotSampler:
             elif running.request.is_streamed:
                 replies += running.report(self._cache.version)
         return replies
+
+    def _there(self, array: NDArray[Any]) -> Tensor:
+        """An array where the model is."""
+        return torch.from_numpy(array).to(self._model.device)
 
     def _ended(self, running: Running, token: int) -> FinishReason | None:
         if token in self._end_ids:
@@ -387,7 +392,7 @@ def _rule_out(requests: Sequence[Running], logits_B_V: Tensor) -> dict[int, str]
         except BadRequestError as error:
             problems[place] = str(error)
             continue
-        logits_B_V[place].masked_fill_(torch.from_numpy(~is_allowed_V), float("-inf"))
+        logits_B_V[place].masked_fill_(torch.from_numpy(~is_allowed_V).to(logits_B_V.device), float("-inf"))
     return problems
 
 

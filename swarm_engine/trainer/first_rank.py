@@ -170,10 +170,11 @@ class SharedTrainer(Trainer):
             dtype=str(policy.model.norm.dtype).removeprefix("torch."),
             trainer=config.trainer.model_dump(mode="json"),
             num_threads=num_threads if config.placement.kind is PlacementKind.LOCAL else config.placement.num_threads,
+            device=config.device,
         )
         others = _start([replace(first, index=index) for index in range(1, size)], config.placement, on_loss)
         with losing():
-            ranks = FirstRank(join(store, 0, size), others)
+            ranks = FirstRank(join(store, 0, size, config.device), others)
             model = ranks.sharded(policy.model.config, policy.model.norm.dtype, policy.model)
             return SharedTrainer(model, policy.model, config, ranks)
 

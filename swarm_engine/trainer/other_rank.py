@@ -20,7 +20,7 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from swarm_engine.config import TrainerConfig
+from swarm_engine.config import Device, TrainerConfig
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.protocol import Update, unframe
 from swarm_engine.trainer.sharding import ShardedRanks, join
@@ -49,6 +49,8 @@ class Join:
     trainer: dict[str, Any]
     """A `TrainerConfig` as JSON."""
     num_threads: int
+    device: str
+    """A `Device`."""
     type: Literal["join"] = "join"
 
 
@@ -109,7 +111,7 @@ class OtherRank:
 
 def _met(order: Join) -> ShardedRanks:
     store = TCPStore(order.host, order.port, order.size, is_master=False)
-    return ShardedRanks(join(store, order.index, order.size))
+    return ShardedRanks(join(store, order.index, order.size, Device(order.device)))
 
 
 def obey_all(inbox: queue.SimpleQueue[Order]) -> None:

@@ -2,6 +2,9 @@
 
 Rows are padded on the right and attention is causal, so no row sees its padding and none needs a mask. Logits are
 computed at the scored places only, some at a time.
+
+Wherever the model is, what is asked of it and the scores are on the CPU: a number a token is little, and all that is
+made of scores need then not know where they come from.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of the scored tokens of some rows, row after row, as shape (N,)."""
+    """Of the scored tokens of some rows, row after row, as shape (N,), on the CPU."""
 
     logprobs_N: Tensor
     """In nats, under softmax(logits / temperature)."""
@@ -96,7 +99,8 @@ def score(model: Decoder, rows: Sequence[Row], *, entropy_has_gradient: bool = F
         tokens_B_T[place, :count] = row.tokens[:count]
     predictors = [place * width + target - 1 for place, row in enumerate(rows) for target in row.targets]
     targets = Targets.of(rows, np.array(predictors, np.int64))
-    hidden_B_T_C = model.hidden(torch.from_numpy(tokens_B_T), torch.arange(width), attend_causally)
+    tokens, positions = torch.from_numpy(tokens_B_T).to(model.device), torch.arange(width, device=model.device)
+    hidden_B_T_C = model.hidden(tokens, positions, attend_causally)
     return read_scores(model, hidden_B_T_C.flatten(0, 1), targets, entropy_has_gradient=entropy_has_gradient)
 
 
@@ -111,14 +115,21 @@ def read_scores(model: Decoder, hidden_U_C: Tensor, targets: Targets, *, entropy
     parts: list[tuple[Tensor, Tensor]] = []
     for number, first in enumerate(range(0, len(asked_P_2), step)):
         some_N = order_N[bounds[number] : bounds[number + 1]]
-        hidden = hidden_U_C[predictors_P[first : first + step]]
-        rest = (temperatures_P[first : first + step], slots_N[some_N] - first, targets.labels_N[some_N])
+        asked_here = (
+            predictors_P[first : first + step],
+            temperatures_P[first : first + step],
+            slots_N[some_N] - first,
+            targets.labels_N[some_N],
+        )
+        places, temperatures, slots, labels = (one.to(hidden_U_C.device) for one in asked_here)
+        rest = (temperatures, slots, labels)
+        hidden = hidden_U_C[places]
         if len(asked_P_2) > step and torch.is_grad_enabled():
             parts.append(checkpoint(_read, model, hidden, *rest, entropy_has_gradient, use_reentrant=False))
         else:
             parts.append(_read(model, hidden, *rest, entropy_has_gradient))
     back_N = torch.argsort(order_N)
-    logprobs, entropies = (torch.cat(some)[back_N] for some in zip(*parts, strict=True))
+    logprobs, entropies = (torch.cat(some).cpu()[back_N] for some in zip(*parts, strict=True))
     return Scores(logprobs, entropies)
 
 

@@ -23,15 +23,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from swarm_engine.config import Device
+from swarm_engine.device import find_device
 from swarm_engine.models.decoder import Decoder, DecoderConfig, rotary_table
 from swarm_engine.trainer.adamw import AdamW, AdamWConfig
 
 
-def join(store: TCPStore | FileStore, index: int, size: int) -> DeviceMesh:
-    """Meet the other ranks at a store, and wait until all are there."""
+def join(store: TCPStore | FileStore, index: int, size: int, device: Device) -> DeviceMesh:
+    """Meet the other ranks at a store, and wait until all are there.
+
+    Raises:
+        WorkerError: this process sees no such device.
+    """
+    if device is Device.CUDA:
+        find_device(device)
+        torch.cuda.set_device(index % torch.cuda.device_count())
     # Without a backend PyTorch takes gloo for tensors on a CPU and NCCL for those on a GPU.
     dist.init_process_group(store=store, rank=index, world_size=size)
-    return init_device_mesh("cpu", (size,))
+    return init_device_mesh(device.value, (size,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class ShardedRanks:
             # A chunk without a token to score leaves the output head out, on one rank and not on another.
             module.set_reduce_scatter_unused_params(True, recurse=False)
         model.to_empty(device=self.mesh.device_type)
-        model.cos, model.sin = rotary_table(config)
+        model.cos, model.sin = (table.to(model.device) for table in rotary_table(config))
         return model
 
     @torch.no_grad()
@@ -118,7 +127,7 @@ class ShardedRanks:
         assert isinstance(into, DTensor)
         if whole is None:
             whole = torch.empty(into.shape, dtype=into.dtype, device=into.device)
-        into.copy_(distribute_tensor(whole.to(into.dtype), self.mesh, into.placements))
+        into.copy_(distribute_tensor(whole.to(into.device, into.dtype), self.mesh, into.placements))
 
 
 class ShardedAdamW(AdamW):
@@ -133,7 +142,7 @@ class ShardedAdamW(AdamW):
         squares = torch.zeros((), dtype=torch.float64)
         for gradient in self._gradients():
             assert isinstance(gradient, DTensor)
-            squares += torch.linalg.vector_norm(gradient.to_local()).double() ** 2
+            squares += torch.linalg.vector_norm(gradient.to_local()).double().cpu() ** 2
         return math.sqrt(float(self._ranks.total(squares)))
 
     def state(self) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ class _Chunk:
 
 def _hidden(model: Decoder, trie: Trie, start: int, stop: int, memory: Memory | None) -> Tensor:
     """Hidden states of some places, shape (T, C)."""
-    tokens = torch.from_numpy(trie.tokens_U[start:stop].astype(np.int64))
-    depths = torch.from_numpy(trie.depths_U[start:stop].astype(np.int64))
+    tokens = torch.from_numpy(trie.tokens_U[start:stop].astype(np.int64)).to(model.device)
+    depths = torch.from_numpy(trie.depths_U[start:stop].astype(np.int64)).to(model.device)
     attend = TreeAttention(trie, start, stop, memory)
     return model.hidden(tokens.unsqueeze(0), depths, attend).squeeze(0)

@@ -15,6 +15,7 @@ Axes: H query heads, K key heads, U places of the trie, T places of a chunk, D h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from swarm_engine.merger.trie import Node, Trie
+from swarm_engine.trainer.pieces import kernel_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ class TreeAttention:
             with torch.no_grad():
                 kept.k[:, :, self._start : self._stop] = k_B_K_T_D
                 kept.v[:, :, self._start : self._stop] = v_B_K_T_D
+        self._depths_U = self._depths_U.to(q_B_H_T_D.device)
         tables = _Tables(self._pieces_within(window), self._start, self._depths_U, window)
         out: Tensor = _Attended.apply(  # type: ignore[no-untyped-call]
             q_B_H_T_D, k_B_K_T_D, v_B_K_T_D, tables, kept, scale
@@ -192,7 +195,7 @@ class _Tables:
         assert self.window is not None
         asked = self.depths_U[piece.q_start : piece.q_stop].unsqueeze(1)
         is_far = asked - self.depths_U[piece.k_start : piece.k_stop] >= self.window
-        return torch.zeros(is_far.shape, dtype=dtype).masked_fill_(is_far, -torch.inf)[None, None]
+        return torch.zeros_like(is_far, dtype=dtype).masked_fill_(is_far, -torch.inf)[None, None]
 
 
 class _Attended(torch.autograd.Function):
@@ -203,6 +206,7 @@ class _Attended(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, tables: _Tables, kept: Kept | None, scale: float | None
     ) -> Tensor:
         keys, values = (k, v) if kept is None else (kept.k, kept.v)
+        kernel, scale = kernel_for(q.device), 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty(q.shape, dtype=wide)
         lse = q.new_empty(q.shape[:3], dtype=wide)
@@ -210,20 +214,12 @@ class _Attended(torch.autograd.Function):
             asked = slice(piece.q_start - tables.start, piece.q_stop - tables.start)
             seen = slice(piece.k_start, piece.k_stop)
             mask = tables.mask(piece, q.dtype)
-            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q[:, :, asked],
-                keys[:, :, seen],
-                values[:, :, seen],
-                0.0,
-                piece.is_causal,
-                attn_mask=mask,
-                scale=scale,
+            part, part_lse = kernel.forward(
+                q[:, :, asked], keys[:, :, seen], values[:, :, seen], piece.is_causal, mask, scale
             )
             if piece.is_causal:
                 out[:, :, asked], lse[:, :, asked] = part, part_lse
                 continue
-            if mask is not None:  # where a query sees none of the keys the kernel gives zeros
-                part_lse = part_lse.masked_fill(mask.isinf().all(-1), -torch.inf)
             here = lse[:, :, asked]
             out[:, :, asked].lerp_(part.to(wide), torch.sigmoid(part_lse - here).unsqueeze(-1))
             torch.logaddexp(here, part_lse, out=here)
@@ -238,6 +234,7 @@ class _Attended(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         tables: _Tables = ctx.tables
         kept: Kept | None = ctx.kept
+        kernel = kernel_for(q.device)
         wide = torch.promote_types(q.dtype, torch.float32)
         grad_q = torch.zeros_like(q, dtype=wide)
         if kept is None:
@@ -249,17 +246,16 @@ class _Attended(torch.autograd.Function):
         for piece in tables.pieces:
             asked = slice(piece.q_start - tables.start, piece.q_stop - tables.start)
             seen = slice(piece.k_start, piece.k_stop)
-            part_q, part_k, part_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            part_q, part_k, part_v = kernel.backward(
                 grad_out[:, :, asked],
                 q[:, :, asked],
                 keys[:, :, seen],
                 values[:, :, seen],
                 out[:, :, asked],
                 lse[:, :, asked],
-                0.0,
                 piece.is_causal,
-                attn_mask=tables.mask(piece, q.dtype),
-                scale=ctx.scale,
+                tables.mask(piece, q.dtype),
+                ctx.scale,
             )
             grad_q[:, :, asked] += part_q
             grad_k[:, :, seen] += part_k

@@ -18,7 +18,7 @@ from episodes import conversations
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swarm_engine.config import TrainerConfig
+from swarm_engine.config import Device, TrainerConfig
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.models.loading import load_policy
 from swarm_engine.trainer.ranks import Ranks
@@ -75,7 +75,7 @@ def main(index: int, size: int, folder: Path) -> None:
     from swarm_engine.trainer.sharding import ShardedRanks, join
 
     torch.set_num_threads(1)
-    ranks = ShardedRanks(join(dist.FileStore(str(folder / "store"), size), index, size))
+    ranks = ShardedRanks(join(dist.FileStore(str(folder / "store"), size), index, size, Device.CPU))
     for case in json.loads((folder / "cases.json").read_text()):
         play(folder, case, ranks)
     dist.destroy_process_group()
