@@ -31,11 +31,11 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from swarm_engine.config import EngineConfig, PlacementKind
-from swarm_engine.device import find_device
 from swarm_engine.errors import CheckpointError, SwarmEngineError, WorkerError
 from swarm_engine.folders import whole_folder
 from swarm_engine.hosted import HostedPolicy, load_policies
 from swarm_engine.models.decoder import num_parameters
+from swarm_engine.models.device import find_device
 from swarm_engine.models.loading import LoadedPolicy, save_policy
 from swarm_engine.protocol import (
     Boot,

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from swarm_engine.config import Device
-from swarm_engine.device import find_device
 from swarm_engine.models.decoder import Decoder, DecoderConfig, rotary_table
+from swarm_engine.models.device import find_device
 from swarm_engine.trainer.adamw import AdamW, AdamWConfig
 
 

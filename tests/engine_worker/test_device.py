@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm_engine.config import Device, EngineConfig, Merge, SamplerBackend, TrainerConfig
-from swarm_engine.device import find_device
 from swarm_engine.errors import WorkerError
 from swarm_engine.models.decoder import Decoder
+from swarm_engine.models.device import find_device
 from swarm_engine.models.loading import load_policy
 from swarm_engine.protocol import Generate, Sampled
 from swarm_engine.sampler.slots import SlotSampler
