@@ -92,14 +92,15 @@ def test_the_client_imports_types_only_and_nothing_heavy() -> None:
     assert loaded.stdout.strip() == "[]"
 
 
-def test_the_client_imports_in_under_a_third_of_a_second() -> None:
-    # In the child, so that the interpreter's start does not count; CPU time, best of 5, for machines are shared.
-    code = "import time; start = time.process_time(); import swarm_engine.client; print(time.process_time() - start)"
-    seconds = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(5)
-    ]
-    assert min(seconds) < 0.3
+def test_importing_the_client_takes_little_longer_than_importing_httpx() -> None:
+    # In the child, so that the interpreter's start does not count; CPU time, the best of 5, for machines are shared.
+    best_s = dict.fromkeys(("httpx", "swarm_engine.client"), float("inf"))
+    for _ in range(5):
+        for module in best_s:
+            code = f"import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
+            run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            best_s[module] = min(best_s[module], float(run.stdout))
+    assert best_s["swarm_engine.client"] < 2 * best_s["httpx"]
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
