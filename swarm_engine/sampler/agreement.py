@@ -123,8 +123,8 @@ class Probe:
         if self._version is not None:
             self._sampler.cancel(self._request_id)
         model = self._policy.model
-        with model.device:
-            tokens_1_T, positions_T = torch.tensor([self._prompt]), torch.arange(len(self._prompt))
+        tokens_1_T = torch.tensor([self._prompt]).to(model.device)
+        positions_T = torch.arange(len(self._prompt), device=model.device)
         hidden_1_T_C = model.hidden(tokens_1_T, positions_T, attend_causally)
         logits_V = model.logits(hidden_1_T_C[0, -1]).cpu()
         self._expected_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)).log_softmax(-1)

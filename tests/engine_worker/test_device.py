@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from swarm_engine.models.decoder import Decoder
 from swarm_engine.models.device import find_device
 from swarm_engine.models.loading import load_policy
 from swarm_engine.protocol import Generate, Sampled
+from swarm_engine.sampler.agreement import Probe, check_agreement
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.trainer.pieces import FUSED, PLAIN
 from swarm_engine.trainer.trainer import Trainer
@@ -149,6 +151,22 @@ def test_replies_are_those_of_the_cpu(policy_dir: Path, backend: SamplerBackend)
     for name, (tokens, logprobs) in found.items():
         assert tokens == expected[name][0]
         assert logprobs == pytest.approx(expected[name][1], abs=1e-5)
+
+
+def test_sampler_and_trainer_are_compared_there_too(policy_dir: Path) -> None:
+    policy = load_policy(policy_dir)
+    with OtherDevice():
+        there = replace(policy, model=moved(policy.model))
+        check_agreement(there, is_lockstep=False)
+        sampler = SlotSampler(there.model, there.end_ids)
+        probe = Probe("policy", there, sampler, SamplerBackend.TORCH)
+        probe.begin(0)
+        assert probe.take(sampler.step()) == []
+        there.model.embedding.data.mul_(1.1)
+        probe.begin(0)
+        there.model.embedding.data.mul_(1.1)
+        with pytest.raises(WorkerError, match="sampler and trainer differ"):
+            probe.take(sampler.step())
 
 
 def test_no_gpu_is_an_error_that_says_so() -> None:
