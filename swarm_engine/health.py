@@ -2,14 +2,14 @@
 
 Pure: it reads the metrics of updates, oldest first and each policy by itself, and knows neither the run nor its config.
 Single bad steps happen in healthy runs, so all but numbers that are not finite are judged over the last `WINDOW`
-updates, and changes against the same number of updates at the start.
+updates that have the metric, and changes against the same number of them at the start.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -23,7 +23,7 @@ FLAT_WINDOW = 20
 """Updates after which a reward that has not moved is worth a word."""
 
 
-class Ill(StrEnum):
+class WarningKind(StrEnum):
     """What can be wrong."""
 
     NOT_FINITE = "not_finite"
@@ -55,7 +55,7 @@ class Limits:
 class HealthWarning:
     """One thing that is wrong."""
 
-    ill: Ill
+    kind: WarningKind
     value: float
     limit: float
     message: str
@@ -68,7 +68,7 @@ class HealthWarning:
         value = self.value if math.isfinite(self.value) else None
         return {
             "policy": self.policy,
-            "kind": self.ill.value,
+            "kind": self.kind.value,
             "value": value,
             "limit": self.limit,
             "message": self.message,
@@ -76,7 +76,7 @@ class HealthWarning:
 
 
 def warnings_of(history: Sequence[Metrics], limits: Limits = Limits()) -> list[HealthWarning]:
-    """Everything that is wrong at the end of a history, policy by policy, the gravest first."""
+    """Everything that is wrong at the end of a history, policy by policy."""
     if not history:
         return []
     apart = [by_policy(metrics) for metrics in history]
@@ -107,7 +107,7 @@ def not_finite(history: Sequence[Metrics], _limits: Limits) -> HealthWarning | N
     if bad == 0:
         return None
     return HealthWarning(
-        Ill.NOT_FINITE,
+        WarningKind.NOT_FINITE,
         float(bad),
         0.0,
         f"loss or gradient was not finite in {bad} of the last {len(recent)} updates, the limit is 0; these steps were "
@@ -117,11 +117,11 @@ def not_finite(history: Sequence[Metrics], _limits: Limits) -> HealthWarning | N
 
 def entropy_collapse(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None:
     """The policy has nearly stopped choosing."""
-    first, last = _ends(history, "entropy")
+    first, last = _ends(_values(history, "entropy"))
     if first is None or last is None or first <= 0 or last >= limits.entropy_left * first:
         return None
     return HealthWarning(
-        Ill.ENTROPY_COLLAPSE,
+        WarningKind.ENTROPY_COLLAPSE,
         last / first,
         limits.entropy_left,
         f"entropy fell from {first:.3g} to {last:.3g} nats per token, {last / first:.0%} of the start, the limit is "
@@ -131,11 +131,11 @@ def entropy_collapse(history: Sequence[Metrics], limits: Limits) -> HealthWarnin
 
 def kl_spike(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None:
     """The weights that sample and those that are trained are far apart."""
-    value = _median(history[-WINDOW:], "kl_sampling")
+    value = _median(_values(history, "kl_sampling")[-WINDOW:])
     if value is None or value <= limits.kl_sampling:
         return None
     return HealthWarning(
-        Ill.KL_SPIKE,
+        WarningKind.KL_SPIKE,
         value,
         limits.kl_sampling,
         f"sampler and trainer differ by {value:.3g} nats per token over the last {WINDOW} updates, the limit is "
@@ -146,11 +146,12 @@ def kl_spike(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None
 
 def gradient_explodes(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None:
     """Gradients are much longer than they used to be."""
-    before, value = _median(history[:-WINDOW], "grad_norm"), _median(history[-WINDOW:], "grad_norm")
+    norms = _values(history, "grad_norm")
+    before, value = _median(norms[:-WINDOW]), _median(norms[-WINDOW:])
     if before is None or value is None or value <= limits.gradient_growth * before:
         return None
     return HealthWarning(
-        Ill.GRADIENT_EXPLODES,
+        WarningKind.GRADIENT_EXPLODES,
         value / before if before else math.inf,
         limits.gradient_growth,
         f"the gradient's norm is {value:.3g} over the last {WINDOW} updates and was {before:.3g} before, the limit is "
@@ -160,16 +161,16 @@ def gradient_explodes(history: Sequence[Metrics], limits: Limits) -> HealthWarni
 
 def reward_flat(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None:
     """Nothing is learned, though rewards differ."""
-    recent = history[-FLAT_WINDOW:]
-    deviation = _median(recent, "reward_std")
-    first, last = _ends(recent, "reward_mean")
-    if len(recent) < FLAT_WINDOW or first is None or last is None or not deviation:
+    rewards = _values(history, "reward_mean")[-FLAT_WINDOW:]
+    deviation = _median(_values(history, "reward_std")[-FLAT_WINDOW:])
+    first, last = _ends(rewards)
+    if len(rewards) < FLAT_WINDOW or first is None or last is None or not deviation:
         return None
     change = abs(last - first) / deviation
     if change >= limits.reward_change:
         return None
     return HealthWarning(
-        Ill.REWARD_FLAT,
+        WarningKind.REWARD_FLAT,
         change,
         limits.reward_change,
         f"the mean reward went from {first:.3g} to {last:.3g} in {FLAT_WINDOW} updates, {change:.2g} of the rewards' "
@@ -183,7 +184,7 @@ def truncation(history: Sequence[Metrics], limits: Limits) -> HealthWarning | No
     return _share(
         history,
         limits.truncated_fraction,
-        Ill.TRUNCATION,
+        WarningKind.TRUNCATION,
         "truncated_fraction",
         "of the replies were cut at their limit of tokens",
         "raise sampler.max_tokens, or punish length with algorithm dapo and trainer.overlong_limit",
@@ -195,7 +196,7 @@ def zero_variance(history: Sequence[Metrics], limits: Limits) -> HealthWarning |
     return _share(
         history,
         limits.zero_variance_fraction,
-        Ill.ZERO_VARIANCE,
+        WarningKind.ZERO_VARIANCE,
         "zero_variance_fraction",
         "of the groups got one reward for all episodes and taught nothing",
         "raise trainer.group_size, or give tasks that are neither always nor never solved",
@@ -203,30 +204,28 @@ def zero_variance(history: Sequence[Metrics], limits: Limits) -> HealthWarning |
 
 
 def _share(
-    history: Sequence[Metrics], limit: float, ill: Ill, name: str, found: str, way_out: str
+    history: Sequence[Metrics], limit: float, kind: WarningKind, name: str, found: str, way_out: str
 ) -> HealthWarning | None:
-    value = _median(history[-WINDOW:], name)
+    value = _median(_values(history, name)[-WINDOW:])
     if value is None or value <= limit:
         return None
     message = f"{value:.0%} {found} over the last {WINDOW} updates, the limit is {limit:.0%}; {way_out}"
-    return HealthWarning(ill, value, limit, message)
+    return HealthWarning(kind, value, limit, message)
 
 
-def _ends(history: Sequence[Metrics], name: str) -> tuple[float | None, float | None]:
+def _ends(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Medians of the first and of the last window; None where these would overlap."""
-    if len(history) < 2 * WINDOW:
+    if len(values) < 2 * WINDOW:
         return None, None
-    return _median(history[:WINDOW], name), _median(history[-WINDOW:], name)
+    return _median(values[:WINDOW]), _median(values[-WINDOW:])
 
 
-def _median(some: Sequence[Metrics], name: str) -> float | None:
-    """Over the updates that have the metric, or None where fewer than a window do."""
-    values = list(_finite(some, name))
+def _median(values: Sequence[float]) -> float | None:
+    """None where there are fewer than a window."""
     return statistics.median(values) if len(values) >= WINDOW else None
 
 
-def _finite(some: Sequence[Metrics], name: str) -> Iterator[float]:
-    for step in some:
-        value = step.get(name)
-        if value is not None and math.isfinite(value):
-            yield value
+def _values(history: Sequence[Metrics], name: str) -> list[float]:
+    """Of the updates that have the metric: one that skips its step must not hide what those around it say."""
+    found = (step.get(name) for step in history)
+    return [value for value in found if value is not None and math.isfinite(value)]

@@ -88,8 +88,9 @@ def compare(sampled: Sequence[float], trained_N: Tensor, what: str) -> None:
     mean, most = difference(sampled, trained_N)
     if not FLOAT32.hold(mean, most):
         raise WorkerError(
-            f"sampler and trainer differ by up to {most:.1e} nats about a token of {what}, the limit is "
-            f"{FLOAT32.most}; the weights may be broken, or this machine's matrix products are not accurate enough"
+            f"sampler and trainer differ by {mean:.1e} nats about a token of {what} on average and {most:.1e} at most, "
+            f"the limits are {FLOAT32.mean} and {FLOAT32.most}; the weights may be broken, or this machine's matrix "
+            "products are not accurate enough"
         )
 
 

@@ -73,6 +73,8 @@ class Sample:
     drop: Drop | None = None
     counts: bool = False
     """Whether its tokens are in the denominators."""
+    is_flat: bool = False
+    """Whether its whole group got the same reward, so that rewards teach nothing; a teacher still may."""
     is_imitated: bool = False
     """Whether its likelihood is raised besides; see `sft_weight`."""
     is_taught: bool = False
@@ -153,7 +155,7 @@ def judge(samples: Sequence[Sample], method: Method, knobs: Knobs) -> list[Sampl
         advantages = method.advantages(punished, knobs)
     steps = [{} for _ in samples] if method.scope is Scope.ITSELF else step_advantages(samples, method, knobs)
     is_alone = len(samples) == 1 and method.scope is not Scope.ITSELF
-    is_flat = not any(advantages) and not any(any(step.values()) for step in steps)
+    is_flat = not is_alone and not any(advantages) and not any(any(step.values()) for step in steps)
     judged = []
     for sample, advantage, step in zip(samples, advantages, steps, strict=True):
         is_taught = bool(knobs.teacher_weight) and sample.has_teacher
@@ -168,7 +170,8 @@ def judge(samples: Sequence[Sample], method: Method, knobs: Knobs) -> list[Sampl
         else:
             changed = replace(sample, advantage=advantage, step_advantages=step, counts=True)
         is_imitated = bool(knobs.sft_weight) and sample.reward is not None and is_worth_imitating(sample.reward)
-        judged.append(replace(changed, is_imitated=is_imitated))
+        is_one_of_alike = is_flat and method.scope is not Scope.ITSELF
+        judged.append(replace(changed, is_imitated=is_imitated, is_flat=is_one_of_alike))
     return judged
 
 

@@ -36,7 +36,7 @@ from swarm_engine.trainer.loss import Tokens, kl_penalty
 from swarm_engine.trainer.off_policy import correct
 from swarm_engine.trainer.ranks import Alone, Ranks
 from swarm_engine.trainer.rows import TokenColumns, TrainedRow, trained_row, with_proximal
-from swarm_engine.trainer.samples import Denominators, Drop, Sample, count_drops, make_samples
+from swarm_engine.trainer.samples import Denominators, Sample, count_drops, make_samples
 from swarm_engine.trainer.schedule import learning_rate
 from swarm_engine.trainer.scoring import Scores
 from swarm_engine.trainer.units import Unit, plan_rounds, plan_units
@@ -59,6 +59,9 @@ class Sums:
     num_imitated: int = 0
     entropy: float = 0.0
     kl_sampling: float = 0.0
+    kl_update: float = 0.0
+    num_moved: int = 0
+    """Tokens that were computed after their update had begun."""
     kl_reference: float = 0.0
     ratio_max: float = 0.0
     num_clipped: int = 0
@@ -283,8 +286,11 @@ class Trainer:
             is_imitated_N = columns.imitation_N > 0
             sums.imitation -= float(detached_N[is_imitated_N].double().sum())
             sums.num_imitated += int(is_imitated_N.sum())
-        # KL(sampling || policy), whose tokens these are, so policy and sampling change places.
-        sums.kl_sampling += float(kl_penalty(columns.sampling_N, detached_N).double().sum())
+        # KL(sampling || proximal), whose tokens these are, so the two change places; then KL(proximal || policy).
+        sums.kl_sampling += float(kl_penalty(columns.sampling_N, proximal_N).double().sum())
+        if columns.proximal_N is not None:
+            sums.kl_update += float(kl_penalty(columns.proximal_N, detached_N).double().sum())
+            sums.num_moved += len(policy_N)
         sums.ratio_max = max(sums.ratio_max, float(objective.ratio_N.max()))
         sums.num_clipped += int(objective.is_clipped_N.sum())
         sums.num_scored += len(policy_N)
@@ -320,6 +326,7 @@ class Trainer:
             "grad_norm": sums.gradient_norm if sums.num_losses else None,
             "entropy": mean(sums.entropy, sums.num_scored),
             "kl_sampling": mean(sums.kl_sampling, sums.num_scored),
+            "kl_update": mean(sums.kl_update, sums.num_moved),
             "kl_reference": mean(sums.kl_reference, sums.num_scored) if self.reference else None,
             "ratio_max": sums.ratio_max if sums.num_scored else None,
             "clip_fraction": mean(sums.num_clipped, sums.num_scored),
@@ -351,9 +358,9 @@ def plan_steps(samples: Sequence[Sample], epochs: int, minibatches: int, seed: i
 
 
 def group_metrics(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """How many groups taught nothing, of those whose rewards were compared."""
+    """How many groups got one reward for all, of those whose rewards were compared."""
     groups = {(sample.group_id, sample.agent) for sample in samples if sample.is_compared}
-    flat = {(sample.group_id, sample.agent) for sample in samples if sample.drop is Drop.ZERO_VARIANCE}
+    flat = {(sample.group_id, sample.agent) for sample in samples if sample.is_flat}
     return {"zero_variance_fraction": mean(len(flat), len(groups))}
 
 
@@ -370,7 +377,7 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode], how: M
     reward_mean = mean(math.fsum(rewards), len(rewards))
     deviations = [] if reward_mean is None else [(reward - reward_mean) ** 2 for reward in rewards]
     variance = mean(math.fsum(deviations), len(deviations))
-    flat = {(sample.group_id, sample.agent) for sample in samples if sample.drop is Drop.ZERO_VARIANCE}
+    flat = {(sample.group_id, sample.agent) for sample in samples if sample.is_flat}
     calls = [call for episode in episodes for call in episode.calls]
     untrained = Counter(call.untrained_because for call in calls)
     # Trained or not: a share of the trained ones alone would hide the cut calls that carry no loss.
@@ -419,7 +426,7 @@ def _count_identical(samples: Sequence[Sample]) -> int:
     for sample in samples:
         sampled = tuple(line.tokens[span.start : span.end] for line in sample.timelines for span in line.spans)
         replies[sample.group_id, sample.agent].append(sampled)
-    return sum(len(set(members)) == 1 for members in replies.values())
+    return sum(len(members) > 1 and len(set(members)) == 1 for members in replies.values())
 
 
 def mean(total: float, count: int) -> float | None:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from swarm_engine.cli import app
 from swarm_engine.client import Event, SwarmClient
-from swarm_engine.health import HealthWarning, Ill
+from swarm_engine.health import HealthWarning, WarningKind
 from swarm_engine.types import Mode
 from swarm_engine.watch import METRICS, print_lines, step_table, why_nothing_trained
 
@@ -296,7 +296,7 @@ def test_the_table_and_the_lines_of_watch_say_that_nothing_was_trained(capsys: p
 
 def test_the_table_and_the_lines_of_watch_say_what_goes_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     healthy, ill = step_event(1, {}), step_event(2, {})
-    ill.payload["health"] = [HealthWarning(Ill.ENTROPY_COLLAPSE, 0.05, 0.1, "entropy fell").as_event()]
+    ill.payload["health"] = [HealthWarning(WarningKind.ENTROPY_COLLAPSE, 0.05, 0.1, "entropy fell").as_event()]
     assert "warning: entropy fell" in shown(80, healthy, ill)
     assert "warning" not in shown(80, ill, healthy), "what was wrong once may be over"
     client = SimpleNamespace(events=lambda _: [ill])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from episodes import conversations
 
 from swarm_engine.config import TrainerConfig
-from swarm_engine.health import Ill, Limits, warnings_of
+from swarm_engine.health import Limits, warnings_of
+from swarm_engine.health import WarningKind as Kind
 from swarm_engine.models.loading import LoadedPolicy
 from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord
@@ -44,7 +46,7 @@ def test_each_policy_is_judged_by_its_own_metrics() -> None:
     assert together(series(), series()) == []
     (warning,) = together(series(kl_sampling=0.5), series())
     (alone,) = warnings_of(series(kl_sampling=0.5))
-    assert (warning.ill, warning.value, warning.policy) == (Ill.KL_SPIKE, 0.5, "ill")
+    assert (warning.kind, warning.value, warning.policy) == (Kind.KL_SPIKE, 0.5, "ill")
     assert warning.message == f"policy 'ill': {alone.message}"
 
 
@@ -56,27 +58,42 @@ def test_a_healthy_run_and_a_short_one_have_no_warnings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "ill", "value", "message"),
+    ("changes", "kind", "value", "message"),
     [
-        ({"entropy": 0.05}, Ill.ENTROPY_COLLAPSE, 0.05, "entropy fell from 1 to 0.05 nats per token, 5% of the start"),
-        ({"kl_sampling": 0.2}, Ill.KL_SPIKE, 0.2, "differ by 0.2 nats per token"),
-        ({"grad_norm": 6.0}, Ill.GRADIENT_EXPLODES, 12.0, "norm is 6 over the last 5 updates and was 0.5 before"),
-        ({"truncated_fraction": 0.4}, Ill.TRUNCATION, 0.4, "40% of the replies were cut"),
-        ({"zero_variance_fraction": 0.9}, Ill.ZERO_VARIANCE, 0.9, "90% of the groups got one reward"),
-        ({"nonfinite_gradient": 1.0, "grad_norm": None}, Ill.NOT_FINITE, 5.0, "not finite in 5 of the last 5 updates"),
-        ({"nonfinite_loss": 1.0}, Ill.NOT_FINITE, 5.0, "these steps were skipped"),
+        (
+            {"entropy": 0.05},
+            Kind.ENTROPY_COLLAPSE,
+            0.05,
+            "entropy fell from 1 to 0.05 nats per token, 5% of the start",
+        ),
+        ({"kl_sampling": 0.2}, Kind.KL_SPIKE, 0.2, "differ by 0.2 nats per token"),
+        (
+            {"grad_norm": 6.0},
+            Kind.GRADIENT_EXPLODES,
+            12.0,
+            "norm is 6 over the last 5 updates and was 0.5 before",
+        ),
+        ({"truncated_fraction": 0.4}, Kind.TRUNCATION, 0.4, "40% of the replies were cut"),
+        ({"zero_variance_fraction": 0.9}, Kind.ZERO_VARIANCE, 0.9, "90% of the groups got one reward"),
+        (
+            {"nonfinite_gradient": 1.0, "grad_norm": None},
+            Kind.NOT_FINITE,
+            5.0,
+            "not finite in 5 of the last 5 updates",
+        ),
+        ({"nonfinite_loss": 1.0}, Kind.NOT_FINITE, 5.0, "these steps were skipped"),
     ],
 )
 def test_one_warning_for_one_ill_with_its_value_its_limit_and_a_way_out(
-    changes: dict[str, Any], ill: Ill, value: float, message: str
+    changes: dict[str, Any], kind: Kind, value: float, message: str
 ) -> None:
     (warning,) = warnings_of(series(**changes))
-    assert warning.ill is ill
+    assert warning.kind is kind
     assert warning.value == pytest.approx(value)
     assert message in warning.message
     assert "the limit is" in warning.message
     assert "trainer." in warning.message or "tasks" in warning.message
-    if ill is not Ill.NOT_FINITE:
+    if kind is not Kind.NOT_FINITE:
         assert warnings_of(series(last=2, **changes)) == [], "two updates are no trend"
 
 
@@ -104,7 +121,7 @@ def test_a_reward_that_does_not_move_is_told_after_twenty_updates() -> None:
     flat: dict[str, float | None] = HEALTHY | {"reward_mean": 0.25}
     assert warnings_of([flat] * 19) == []
     (warning,) = warnings_of([flat] * 20)
-    assert (warning.ill, warning.value) == (Ill.REWARD_FLAT, 0.0)
+    assert (warning.kind, warning.value) == (Kind.REWARD_FLAT, 0.0)
     assert "from 0.25 to 0.25 in 20 updates" in warning.message
     assert warnings_of([*[flat] * 10, *[flat | {"reward_mean": 0.31}] * 10]) == [], "0.12 of a deviation"
     assert warnings_of([flat | {"reward_std": 0.0}] * 20) == [], "zero variance is told by its own name"
@@ -113,6 +130,16 @@ def test_a_reward_that_does_not_move_is_told_after_twenty_updates() -> None:
 def test_values_that_are_missing_are_no_values() -> None:
     assert warnings_of(series(last=30, entropy=None, reward_mean=None, kl_sampling=None, grad_norm=None)) == []
     assert warnings_of([{}] * 30) == []
+
+
+@pytest.mark.parametrize("is_skipped", [lambda step: step == 1, lambda step: step >= 15 and step % 3 == 0])
+def test_an_update_that_skips_its_step_hides_nothing(is_skipped: Callable[[int], bool]) -> None:
+    history = series(last=8, entropy=0.05, kl_sampling=0.5, grad_norm=6.0)
+    for step, metrics in enumerate(history):
+        if is_skipped(step):
+            metrics |= {"entropy": None, "kl_sampling": None, "grad_norm": None}
+    kinds = [warning.kind for warning in warnings_of(history)]
+    assert kinds == [Kind.ENTROPY_COLLAPSE, Kind.KL_SPIKE, Kind.GRADIENT_EXPLODES]
 
 
 def test_a_gradient_that_grew_from_nothing_is_told_in_json() -> None:
@@ -127,7 +154,7 @@ def test_a_gradient_that_grew_from_nothing_is_told_in_json() -> None:
 
 
 def test_limits_can_be_set() -> None:
-    assert [warning.ill for warning in warnings_of(series(), Limits(truncated_fraction=0.05))] == [Ill.TRUNCATION]
+    assert [warning.kind for warning in warnings_of(series(), Limits(truncated_fraction=0.05))] == [Kind.TRUNCATION]
 
 
 def test_every_metric_that_is_judged_is_one_that_an_update_has(tiny: LoadedPolicy) -> None:

@@ -19,7 +19,9 @@ from torch import Tensor
 from swarm_engine.config import OWN_VALUES, Aggregation, Algorithm, OffPolicy, TrainerConfig
 from swarm_engine.models.decoder import Decoder, attend_causally
 from swarm_engine.models.loading import load_policy
+from swarm_engine.trainer.algorithms import METHODS
 from swarm_engine.trainer.algorithms.dapo import overlong_punishment
+from swarm_engine.trainer.loss import Tokens
 from swarm_engine.trainer.samples import make_samples
 from swarm_engine.trainer.trainer import Sums, Trainer
 from swarm_engine.types import Episode, Untrained
@@ -189,6 +191,8 @@ def paper_values(algorithm: Algorithm, sample: PaperSample, advantage: Tensor, o
             return ratio.detach().clamp(max=1 + CLIPS["clip_high"]) * advantage * sample.policy
         case Algorithm.GSPO:
             ratio = (sample.policy - old).mean().exp().expand(len(old))
+            if advantage.numel() > 1:  # the paper's form for advantages of tokens, equation 13
+                ratio = ratio.detach() * (sample.policy - sample.policy.detach()).exp()
         case _:
             pass
     clipped = ratio.clamp(1 - CLIPS["clip_low"], 1 + CLIPS["clip_high"])
@@ -404,6 +408,15 @@ def test_gspo_of_samples_of_one_token_is_grpo_of_them(model: Decoder) -> None:
     gspo = loss_and_gradient(model, TrainerConfig(algorithm="gspo", **clips), batch)
     assert gspo[0] == pytest.approx(grpo[0], rel=1e-12)
     torch.testing.assert_close(gspo[1], grpo[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.GSPO])
+def test_tokens_of_one_sample_are_moved_by_their_own_advantages(algorithm: Algorithm) -> None:
+    policy_N = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    tokens = Tokens(policy_N, policy_N.detach(), torch.tensor([3.0, -1.0]).double(), torch.tensor([0, 0]))
+    worth = METHODS[algorithm].objective(tokens, TrainerConfig(algorithm=algorithm).knobs).values_N
+    (gradient,) = torch.autograd.grad(worth.sum(), policy_N)
+    assert gradient.tolist() == pytest.approx([3.0, -1.0])
 
 
 def test_gspo_takes_one_ratio_for_all_turns_of_an_agent(model: Decoder) -> None:

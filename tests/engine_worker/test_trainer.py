@@ -311,6 +311,11 @@ def test_groups_of_identical_replies_are_counted(tiny: LoadedPolicy) -> None:
     batch = [*group("a", [5, 6], [5, 6], [5, 6]), *group("b", [5, 6], [5, 6], [5, 7]), *group("c", [8])]
     metrics = update(Trainer(tiny.model, TrainerConfig()), batch).metrics
     assert (metrics["identical_reply_groups"], metrics["zero_variance_groups"]) == (1, 0)
+    one_success = [*group("d", [5], [6], [7]), *group("e", [5, 6], [5, 6])]
+    for member in one_success[:2]:
+        member.rewards["main"] = 0.0
+    metrics = update(Trainer(tiny.model, TrainerConfig(algorithm=Algorithm.SFT)), one_success).metrics
+    assert metrics["identical_reply_groups"] == 0, "of each group only one sample is imitated"
 
 
 def test_zero_variance_groups_stay_in_the_denominator(tiny: LoadedPolicy) -> None:
@@ -342,8 +347,18 @@ def test_the_first_update_on_policy_has_loss_zero_and_still_a_gradient(tiny: Loa
     assert (metrics["grad_norm"] or 0) > 1e-2
     assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert metrics["kl_sampling"] == pytest.approx(0, abs=1e-6)
+    assert metrics["kl_update"] is None, "its one step is computed before anything moves"
     assert (metrics["clip_fraction"], metrics["skipped"]) == (0, 0)
     assert (metrics["reward_mean"], metrics["reward_std"]) == (0.5, 0.5)
+
+
+def test_what_an_update_moves_is_not_what_sampler_and_trainer_differ_by(tiny: LoadedPolicy) -> None:
+    """Sixteen steps on policy, at a rate that takes the policy far."""
+    batch = [episode(f"e{index}", [call([5, 6], [7 + index, 8])], float(index % 2)) for index in range(4)]
+    config = TrainerConfig(algorithm=Algorithm.PPO_CLIP, learning_rate=3e-3)
+    metrics = update(Trainer(tiny.model, config), on_policy(tiny, batch)).metrics
+    assert metrics["kl_sampling"] == pytest.approx(0, abs=1e-9)
+    assert (metrics["kl_update"] or 0) > 0.01
 
 
 @pytest.mark.parametrize("algorithm", Algorithm)
