@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,8 @@ from swarm_engine.sampler import Reply, Sampler
 from swarm_engine.sampler.agreement import Probe, check_agreement
 from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
-from swarm_engine.sampler.vllm_link import VllmSampler
+from swarm_engine.sampler.vllm_link import LocalLinks
+from swarm_engine.sampler.vllm_sampler import start_vllm
 from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.parts import part_of
 from swarm_engine.trainer.ranks import frozen_copy
@@ -113,7 +115,8 @@ class HostedPolicy:
         has_copy = config.trainer.is_asynchronous and trainer is not None
         version = trainer.step if trainer else 0
         if config.sampler.backend is SamplerBackend.VLLM:
-            vllm = VllmSampler.start(policy, config.sampler, version=version, wake=wake)
+            reach = partial(LocalLinks, count=1, num_threads=torch.get_num_threads(), wake=wake)
+            vllm = start_vllm(policy, config.sampler, reach, version=version)
             return HostedPolicy(name, policy, policy.model, trainer, vllm, None, goes_on=has_copy)
         served = frozen_copy(policy.model) if has_copy else policy.model
         sampler = SlotSampler(

@@ -100,7 +100,7 @@ def test_the_process_is_told_what_it_has_to_know(shared: Shared) -> None:
     assert places["model.layers.0.self_attn.q_proj.weight"]["offset"] == 900 * 96 * 4 + 384
     assert told["config_json"]["architectures"] == ["Qwen3ForCausalLM"]
     assert (told["end_ids"], told["max_context"], told["max_running"]) == ([2], 512, 8)
-    assert told["tokenizer_dir"] == str(tiny.tokenizer_dir)
+    assert told["tokenizer_json"] == (tiny.tokenizer_dir / "tokenizer.json").read_text()
     # 8 contexts of 512 tokens, each in blocks of 128 and one to spare; 2 x 3 layers x 3 heads x 32 numbers of 4 bytes.
     assert told["kv_bytes"] == 8 * (512 + 128) * 2 * 3 * 3 * 32 * 4
     assert (told["dtype"], told["is_eager"]) == ("float32", True)
