@@ -1,23 +1,26 @@
 """vLLM engines that Ray places: they sample from the weights of each update, and none outlives its worker.
 
-The cluster's nodes have A3R_VLLM_PYTHON from whoever started it.
+The interpreter is the cluster's: that of A3R_VLLM_PYTHON, or the fake's where vLLM itself does not matter.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from driven_sampler import ask
 from episodes import update
+from fake_vllm import fake_vllm
 from ray_actors import actors, no_actor_left
 from sampled_weights import assert_samples_from_its_weights
 from worker_process import WorkerProcess
 
-from swarm_engine.protocol import Failed, Sampled, Updated
+from swarm_engine.protocol import Failed, Sampled, Stop, Updated
+from swarm_engine.sampler.vllm_link import PYTHON_VARIABLE
 
 pytestmark = pytest.mark.heavy
 
@@ -28,7 +31,16 @@ NUM_UPDATES = 2
 
 @pytest.fixture(autouse=True, scope="module")
 def _vllm_is_there() -> None:
-    assert os.environ.get("A3R_VLLM_PYTHON"), "A3R_VLLM_PYTHON names no interpreter; `make test-heavy` makes one"
+    assert os.environ.get(PYTHON_VARIABLE), f"{PYTHON_VARIABLE} names no interpreter; `make test-heavy` makes one"
+
+
+@pytest.fixture
+def _fake(interpreter: Path, tmp_path: Path) -> Iterator[None]:
+    """The cluster's vLLM is the fake."""
+    before = interpreter.read_text()
+    interpreter.write_text(str(fake_vllm(tmp_path / "fake")))
+    yield
+    interpreter.write_text(before)
 
 
 def vllm_processes() -> list[psutil.Process]:
@@ -74,3 +86,22 @@ def test_no_engine_outlives_a_worker_that_is_killed(model_root: Path, tmp_path: 
         front.kill()
         _, alive = psutil.wait_procs(processes, timeout=60)
         assert not alive
+
+
+@pytest.mark.usefixtures("_fake")
+def test_the_loss_of_an_actor_is_told_and_a_stop_leaves_none(model_root: Path, tmp_path: Path) -> None:
+    for is_lost in (True, False):
+        with no_actor_left(), WorkerProcess(tmp_path, TIMEOUT_S) as front:
+            front.boot(model_root, tmp_path / f"{is_lost}", "tiny", placement={"kind": "ray"}, sampler=VLLM)
+            processes = vllm_processes()
+            assert len(processes) == 1
+            front.send(update(1))
+            assert front.receive(Updated).step == 1
+            if is_lost:
+                actors("VllmActor")[0].kill()
+                assert re.match(r"the vLLM engine on [\d.]+ was lost: The actor died", front.receive(Failed).reason)
+            else:
+                front.send(Stop())
+            assert front.process.wait(60) == is_lost
+            _, alive = psutil.wait_procs(processes, timeout=60)
+            assert not alive
