@@ -26,7 +26,7 @@ pytestmark = pytest.mark.heavy
 
 TIMEOUT_S = 300.0
 VLLM = {"backend": "vllm", "max_running": 4}
-NUM_UPDATES = 2
+NUM_UPDATES = 1
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,7 +48,9 @@ def vllm_processes() -> list[psutil.Process]:
     return [process for actor in actors("VllmActor") for process in actor.children()]
 
 
-def test_two_engines_beside_two_ranks_get_every_update_and_fail_with_one(model_root: Path, tmp_path: Path) -> None:
+def test_two_engines_beside_two_ranks_get_every_update_and_do_not_outlive_the_worker(
+    model_root: Path, tmp_path: Path
+) -> None:
     with no_actor_left(), WorkerProcess(tmp_path, TIMEOUT_S) as front:
         front.boot(
             model_root,
@@ -68,19 +70,6 @@ def test_two_engines_beside_two_ranks_get_every_update_and_fail_with_one(model_r
             assert_samples_from_its_weights(front, step, tmp_path)
         log = (tmp_path / "worker.log").read_text()
         assert log.count("vLLM and the trainer differ by") == len(processes) * (NUM_UPDATES + 1)
-        processes[1].kill()
-        reason = front.receive(Failed).reason
-        assert re.match(r"sampler [12] of 2: on [\d.]+ the vLLM process was killed by SIGKILL, .*worker.log", reason)
-        assert front.process.wait(60) == 1
-        _, alive = psutil.wait_procs(processes, timeout=60)
-        assert not alive
-
-
-def test_no_engine_outlives_a_worker_that_is_killed(model_root: Path, tmp_path: Path) -> None:
-    with no_actor_left(), WorkerProcess(tmp_path, TIMEOUT_S) as front:
-        front.boot(model_root, tmp_path / "checkpoints", "tiny", placement={"kind": "ray"}, sampler=VLLM)
-        processes = vllm_processes()
-        assert len(processes) == 1
         front.send(ask("long", 400))
         front.receive(Sampled)
         front.kill()
@@ -88,20 +77,28 @@ def test_no_engine_outlives_a_worker_that_is_killed(model_root: Path, tmp_path: 
         assert not alive
 
 
+LOST = r"the vLLM engine on [\d.]+ was lost: The actor died"
+KILLED = r"on [\d.]+ the vLLM process was killed by SIGKILL, .*worker.log"
+
+
 @pytest.mark.usefixtures("_fake")
-def test_the_loss_of_an_actor_is_told_and_a_stop_leaves_none(model_root: Path, tmp_path: Path) -> None:
-    for is_lost in (True, False):
-        with no_actor_left(), WorkerProcess(tmp_path, TIMEOUT_S) as front:
-            front.boot(model_root, tmp_path / f"{is_lost}", "tiny", placement={"kind": "ray"}, sampler=VLLM)
-            processes = vllm_processes()
-            assert len(processes) == 1
-            front.send(update(1))
-            assert front.receive(Updated).step == 1
-            if is_lost:
-                actors("VllmActor")[0].kill()
-                assert re.match(r"the vLLM engine on [\d.]+ was lost: The actor died", front.receive(Failed).reason)
-            else:
-                front.send(Stop())
-            assert front.process.wait(60) == is_lost
-            _, alive = psutil.wait_procs(processes, timeout=60)
-            assert not alive
+@pytest.mark.parametrize(
+    ("lost", "reason"), [("actor", LOST), ("process", KILLED), (None, None)], ids=["actor", "process", "stop"]
+)
+def test_the_loss_of_an_engine_is_told_and_no_end_leaves_one(
+    model_root: Path, tmp_path: Path, lost: str | None, reason: str | None
+) -> None:
+    with no_actor_left(), WorkerProcess(tmp_path, TIMEOUT_S) as front:
+        front.boot(model_root, tmp_path / "checkpoints", "tiny", placement={"kind": "ray"}, sampler=VLLM)
+        processes = vllm_processes()
+        assert len(processes) == 1
+        front.send(update(1))
+        assert front.receive(Updated).step == 1
+        if reason is None:
+            front.send(Stop())
+        else:
+            (actors("VllmActor") if lost == "actor" else processes)[0].kill()
+            assert re.match(reason, front.receive(Failed).reason)
+        assert front.process.wait(60) == (reason is not None)
+        _, alive = psutil.wait_procs(processes, timeout=60)
+        assert not alive

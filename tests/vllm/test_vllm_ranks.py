@@ -17,7 +17,7 @@ from swarm_engine.protocol import Failed, Updated
 pytestmark = pytest.mark.heavy
 
 TIMEOUT_S = 300.0
-NUM_UPDATES = 2
+NUM_UPDATES = 1
 
 
 def test_updates_of_two_ranks_reach_both_processes_and_the_loss_of_one_ends_all(tmp_path: Path) -> None:
