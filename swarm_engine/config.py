@@ -561,10 +561,11 @@ class EngineConfig(Frozen):
     @model_validator(mode="after")
     def _ray_reserves_gpus(self) -> Self:
         placement = self.placement
-        if self.device is Device.CUDA and placement.kind is PlacementKind.RAY and "GPU" not in placement.bundle:
+        has_ray_ranks = placement.kind is PlacementKind.RAY and placement.num_workers > 1
+        if self.device is Device.CUDA and has_ray_ranks and "GPU" not in placement.rank_bundle:
             raise ValueError(
-                f"device is cuda, but placement.resources is {placement.bundle}, so Ray hides the GPUs from ranks; add "
-                "GPU: 1 to it"
+                f"device is cuda, but placement.resources is {placement.rank_bundle}, so Ray hides the GPUs from "
+                "ranks; add GPU: 1 to it"
             )
         return self
 

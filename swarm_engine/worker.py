@@ -104,8 +104,8 @@ class Engine:
         Raises:
             ModelError: a model can't be found or run, or the checkpoint is of another one.
             CheckpointError: there are checkpoints of another run.
-            WorkerError: there is no such device, sampler and trainer disagree about a policy, or a Ray cluster has no room
-                for the engine.
+            WorkerError: there is no such device, sampler and trainer disagree about a policy, or a Ray cluster has no
+                room for the engine.
             ValidationError: the config is not one.
         """
         config = EngineConfig.model_validate(boot.config)

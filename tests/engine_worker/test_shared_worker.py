@@ -172,5 +172,6 @@ def test_vllm_samples_beside_ranks_and_alone_in_a_cluster() -> None:
     vllm = {"sampler": {"backend": "vllm"}}
     for placement in ({"num_workers": 2}, {"num_samplers": 2}, {"kind": "ray", "sampler_resources": {"GPU": 1}}):
         EngineConfig.model_validate({**vllm, "placement": placement})
+    EngineConfig.model_validate({**vllm, "placement": {"kind": "ray"}, "device": "cuda"})
     with pytest.raises(ValidationError, match=r"placement\.resources are for the ranks beside the first"):
         EngineConfig.model_validate({**vllm, "placement": {"kind": "ray", "resources": {"GPU": 1}}})
