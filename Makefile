@@ -44,7 +44,7 @@ test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed $(VLLM)/installed $(RA
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks
 	A3R_VLLM_PYTHON=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m heavy tests/vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engine_worker/test_models.py tests/engine_worker/test_tree.py
-	OMP_NUM_THREADS=1 $(RAY)/bin/pytest -m heavy tests/ray
+	A3R_VLLM_PYTHON=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(RAY)/bin/pytest -m heavy tests/ray
 	OMP_NUM_THREADS=1 $(TRL)/bin/pytest -m heavy tests/trl
 
 check: $(VENV)/installed-dev

@@ -452,7 +452,7 @@ class TeacherConfig(Frozen):
 
 
 class PlacementKind(StrEnum):
-    """Who starts the trainer's ranks beside the first, which is the engine worker."""
+    """Who starts what runs beside the engine worker: the trainer's other ranks, and vLLM."""
 
     LOCAL = "local"
     """The engine worker, as processes of this machine."""
@@ -461,38 +461,47 @@ class PlacementKind(StrEnum):
 
 
 class PlacementConfig(Frozen):
-    """How many processes train, and where. It changes how long an update takes and what it holds in memory, and weights
-    by rounding alone."""
+    """How many processes train and sample, and where. It changes how long an update takes and what it holds in memory,
+    and weights by rounding alone."""
 
     num_workers: int = Field(1, ge=1, le=4096)
     """Ranks that share every update and hold a shard of the weights each; the first is the engine worker itself."""
+    num_samplers: int = Field(1, ge=1, le=4096)
+    """vLLM engines of each policy, with all of its weights each."""
     kind: PlacementKind = PlacementKind.LOCAL
     resources: dict[str, float] | None = None
     """What Ray reserves for each rank but the first, by its own names (`CPU`, `GPU`, …); None is one CPU."""
+    sampler_resources: dict[str, float] | None = None
+    """What Ray reserves for each vLLM engine; None is one CPU."""
 
     @property
-    def bundle(self) -> dict[str, float]:
+    def rank_bundle(self) -> dict[str, float]:
         """What Ray reserves for a rank."""
-        return {"CPU": 1.0} if self.resources is None else self.resources
+        return ONE_CPU if self.resources is None else self.resources
 
     @property
-    def num_threads(self) -> int:
-        """Threads of a rank that Ray places."""
-        return max(1, int(self.bundle.get("CPU", 1)))
+    def sampler_bundle(self) -> dict[str, float]:
+        """What Ray reserves for a vLLM engine."""
+        return ONE_CPU if self.sampler_resources is None else self.sampler_resources
 
     @model_validator(mode="after")
-    def _every_field_is_read(self) -> Self:
-        if self.kind is PlacementKind.RAY and self.num_workers == 1:
+    def _resources_are_read(self) -> Self:
+        if self.resources is not None and self.num_workers == 1:
             raise ValueError(
-                "placement.kind is ray, but placement.num_workers is 1 and the one worker is the engine's own process; "
-                "raise num_workers or leave kind out"
+                "placement.resources are for the ranks beside the first, but placement.num_workers is 1; raise "
+                "num_workers or leave resources out"
             )
-        if self.resources is not None and self.kind is not PlacementKind.RAY:
-            raise ValueError(f"placement.resources are Ray's, but placement.kind is {self.kind}; leave one of them out")
-        for name, amount in (self.resources or {}).items():
-            if amount <= 0:
-                raise ValueError(f"placement.resources.{name} is {amount}; leave out what a rank does not need")
+        for key, resources in (("resources", self.resources), ("sampler_resources", self.sampler_resources)):
+            if resources is not None and self.kind is not PlacementKind.RAY:
+                raise ValueError(f"placement.{key} are Ray's, but placement.kind is {self.kind}; leave one of them out")
+            for name, amount in (resources or {}).items():
+                if amount <= 0:
+                    raise ValueError(f"placement.{key}.{name} is {amount}; leave out what is not needed")
         return self
+
+
+ONE_CPU = {"CPU": 1.0}
+"""Own value of what Ray reserves."""
 
 
 class EngineConfig(Frozen):
@@ -552,10 +561,11 @@ class EngineConfig(Frozen):
     @model_validator(mode="after")
     def _ray_reserves_gpus(self) -> Self:
         placement = self.placement
-        if self.device is Device.CUDA and placement.kind is PlacementKind.RAY and "GPU" not in placement.bundle:
+        has_ray_ranks = placement.kind is PlacementKind.RAY and placement.num_workers > 1
+        if self.device is Device.CUDA and has_ray_ranks and "GPU" not in placement.rank_bundle:
             raise ValueError(
-                f"device is cuda, but placement.resources is {placement.bundle}, so Ray hides the GPUs from ranks; add "
-                "GPU: 1 to it"
+                f"device is cuda, but placement.resources is {placement.rank_bundle}, so Ray hides the GPUs from "
+                "ranks; add GPU: 1 to it"
             )
         return self
 
@@ -582,6 +592,24 @@ class EngineConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _what_is_placed_is_there(self) -> Self:
+        placement, backend = self.placement, self.sampler.backend
+        if backend is SamplerBackend.VLLM:
+            return self
+        if placement.kind is PlacementKind.RAY and placement.num_workers == 1:
+            raise ValueError(
+                f"placement.kind is ray, but placement.num_workers is 1 and sampler.backend is {backend}, so all runs "
+                "in the engine's own process; raise num_workers, set sampler.backend to 'vllm', or leave kind out"
+            )
+        for name in ("num_samplers", "sampler_resources"):
+            if (value := getattr(placement, name)) != PlacementConfig.model_fields[name].default:
+                raise ValueError(
+                    f"placement.{name} is {value}, but sampler.backend is {backend}, which samples in the engine's own "
+                    f"process; leave {name} out, or set backend to 'vllm'"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_train_one_whole_policy(self) -> Self:
         if self.placement.num_workers == 1:
             return self
@@ -593,8 +621,6 @@ class EngineConfig(Frozen):
             reason = "the policy that is trained has lora, whose branches are not sharded"
         elif self.trainer.is_asynchronous:
             reason = f"trainer.max_staleness is {self.trainer.max_staleness}, and ranks train between episodes only"
-        elif self.sampler.backend is SamplerBackend.VLLM:
-            reason = "sampler.backend is vllm, which nobody has run beside several ranks"
         if reason is not None:
             raise ValueError(f"placement.num_workers is {self.placement.num_workers}, but {reason}; leave it out")
         return self

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,12 +21,16 @@ from swarm_engine.sampler import Reply, Sampler
 from swarm_engine.sampler.agreement import Probe, check_agreement
 from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
-from swarm_engine.sampler.vllm_link import VllmSampler
+from swarm_engine.sampler.vllm_link import Links, LocalLinks, Wake
+from swarm_engine.sampler.vllm_sampler import start_vllm
 from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.parts import part_of
 from swarm_engine.trainer.ranks import frozen_copy
 from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord, Episode
+
+if TYPE_CHECKING:
+    from swarm_engine.ray_cluster import Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +109,18 @@ class HostedPolicy:
 
     @staticmethod
     def serve(
-        name: str, policy: LoadedPolicy, trainer: Trainer | None, config: EngineConfig, wake: Callable[[], None]
+        name: str,
+        policy: LoadedPolicy,
+        trainer: Trainer | None,
+        config: EngineConfig,
+        room: Room | None,
+        wake: Wake,
     ) -> HostedPolicy:
         """Begin to sample from weights that are as they shall be.
+
+        Args:
+            room: what a Ray cluster holds for the engine; None samples on this machine.
+            wake: called from any thread when a sampler that computes in another process has replies.
 
         Raises:
             WorkerError: sampler and trainer disagree about them.
@@ -113,7 +128,7 @@ class HostedPolicy:
         has_copy = config.trainer.is_asynchronous and trainer is not None
         version = trainer.step if trainer else 0
         if config.sampler.backend is SamplerBackend.VLLM:
-            vllm = VllmSampler.start(policy, config.sampler, version=version, wake=wake)
+            vllm = start_vllm(policy, config.sampler, _reach(name, config, room, wake), version=version)
             return HostedPolicy(name, policy, policy.model, trainer, vllm, None, goes_on=has_copy)
         served = frozen_copy(policy.model) if has_copy else policy.model
         sampler = SlotSampler(
@@ -178,3 +193,13 @@ class HostedPolicy:
         """
         replies = self.sampler.step()
         return replies if self.probe is None else self.probe.take(replies)
+
+
+def _reach(name: str, config: EngineConfig, room: Room | None, wake: Wake) -> Callable[[int], Links]:
+    """How a policy's vLLM processes are started, given the bytes of its weights."""
+    if room is None:
+        count = config.placement.num_samplers
+        return partial(LocalLinks, count=count, num_threads=max(1, torch.get_num_threads() // count), wake=wake)
+    from swarm_engine.sampler.ray_links import RayLinks
+
+    return partial(RayLinks, places=room.samplers[name], wake=wake)

@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, assert_never
+from typing import TYPE_CHECKING, NoReturn, assert_never
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from swarm_engine.config import EngineConfig, PlacementKind
+from swarm_engine.config import EngineConfig, PlacementKind, SamplerBackend
 from swarm_engine.errors import CheckpointError, SwarmEngineError, WorkerError
 from swarm_engine.folders import whole_folder
 from swarm_engine.hosted import HostedPolicy, load_policies
@@ -61,6 +61,9 @@ from swarm_engine.trainer.checkpoints import CheckpointFolder, TrainedWeights, l
 from swarm_engine.trainer.parts import combined
 from swarm_engine.trainer.trainer import Trainer
 
+if TYPE_CHECKING:
+    from swarm_engine.ray_cluster import Room
+
 Question = Boot | Generate | Cancel | Update | Save | Export | Stop
 Answer = Booted | Sampled | Finished | Rejected | Updated | Saved | Failed
 Inbox = queue.SimpleQueue[Question | Future[Updated | Saved] | None]
@@ -84,6 +87,8 @@ class Engine:
     checkpoints: CheckpointFolder
     step: int
     """Updates in the weights of every policy that is trained."""
+    room: Room | None = None
+    """What a Ray cluster holds for this engine."""
 
     @staticmethod
     def boot(
@@ -99,7 +104,8 @@ class Engine:
         Raises:
             ModelError: a model can't be found or run, or the checkpoint is of another one.
             CheckpointError: there are checkpoints of another run.
-            WorkerError: there is no such device, or sampler and trainer disagree about a policy.
+            WorkerError: there is no such device, sampler and trainer disagree about a policy, or a Ray cluster has no
+                room for the engine.
             ValidationError: the config is not one.
         """
         config = EngineConfig.model_validate(boot.config)
@@ -109,8 +115,9 @@ class Engine:
         if config.num_threads is None and largest > ONE_THREAD_PARAMETERS:
             # Sampler and trainer share the cores where they compute at the same time.
             torch.set_num_threads(max(1, _num_cores(config) // (2 if config.trainer.is_asynchronous else 1)))
+        room = _room_of(config)
         trainers = {
-            name: _trainer_of(loaded[name], config, on_loss or _end)
+            name: _trainer_of(loaded[name], config, room, on_loss or _end)
             for name, policy in config.policies.items()
             if policy.trainable
         }
@@ -123,9 +130,10 @@ class Engine:
                 trainer.resume(checkpoint.step)
             log.info("%s: going on from %s", ", ".join(trainers), checkpoint.path)
         policies = {
-            name: HostedPolicy.serve(name, policy, trainers.get(name), config, wake) for name, policy in loaded.items()
+            name: HostedPolicy.serve(name, policy, trainers.get(name), config, room, wake)
+            for name, policy in loaded.items()
         }
-        return Engine(policies, checkpoints, checkpoint.step if checkpoint else 0)
+        return Engine(policies, checkpoints, checkpoint.step if checkpoint else 0, room)
 
     def close(self) -> None:
         """End what samples or trains in other processes."""
@@ -133,6 +141,8 @@ class Engine:
             policy.sampler.close()
             if policy.trainer is not None:
                 policy.trainer.close()
+        if self.room is not None:
+            self.room.close()
 
     @property
     def trained(self) -> dict[str, HostedPolicy]:
@@ -236,13 +246,25 @@ class Engine:
         return Saved(self.step, str(target))
 
 
-def _trainer_of(policy: LoadedPolicy, config: EngineConfig, on_loss: Callable[[str], None]) -> Trainer:
+def _room_of(config: EngineConfig) -> Room | None:
+    """What the config asks a Ray cluster to hold."""
+    if config.placement.kind is PlacementKind.LOCAL:
+        return None
+    from swarm_engine.ray_cluster import Room
+
+    has_vllm = config.sampler.backend is SamplerBackend.VLLM
+    return Room.reserve(config.placement, sampled=tuple(config.policies) if has_vllm else ())
+
+
+def _trainer_of(
+    policy: LoadedPolicy, config: EngineConfig, room: Room | None, on_loss: Callable[[str], None]
+) -> Trainer:
     if config.placement.num_workers == 1:
         return Trainer(policy.model, config.trainer)
     # Importing what shards a model takes another second, half as long as torch itself.
     from swarm_engine.trainer.first_rank import SharedTrainer
 
-    return SharedTrainer.start(policy, config, torch.get_num_threads(), on_loss)
+    return SharedTrainer.start(policy, config, torch.get_num_threads(), room, on_loss)
 
 
 def serve(line: socket.socket) -> None:

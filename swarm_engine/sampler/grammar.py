@@ -22,6 +22,7 @@ from swarm_engine.errors import BadRequestError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+TOKENIZER_FILE = "tokenizer.json"
 DEAD_END = "NoExtensionBias"
 """What llguidance calls it."""
 MAX_FAULT_CHARS = 400
@@ -32,8 +33,13 @@ MAX_KEPT = 64
 class Grammars:
     """Grammars over one policy's tokenizer."""
 
-    def __init__(self, tokenizer_dir: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
-        self._tokenizer_file = tokenizer_dir / "tokenizer.json"
+    def __init__(self, tokenizer: Path | str, vocab_size: int, end_ids: Sequence[int]) -> None:
+        """Read nothing yet.
+
+        Args:
+            tokenizer: the folder that has `tokenizer.json`, or what that file says.
+        """
+        self._tokenizer_source = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = [token for token in sorted(set(end_ids)) if token < vocab_size]
         self._tokenizer: LLTokenizer | None = None
@@ -63,8 +69,10 @@ class Grammars:
 
             if not self._end_ids:
                 raise BadRequestError("the policy has no end token, so a reply could not end where its grammar does")
-            tokenizer = self._tokenizer_file.read_text(encoding="utf-8")
-            self._tokenizer = LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=self._end_ids)
+            text = self._tokenizer_source
+            if isinstance(text, Path):
+                text = (text / TOKENIZER_FILE).read_text(encoding="utf-8")
+            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._end_ids)
         return self._tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Weights in memory that two processes of one machine share.
+"""Weights in memory that processes of one machine share.
 
 The memory has no name: it is reached by its descriptor alone and is gone with the last process that holds it, so a kill
 leaves nothing behind. It lies in neither /dev/shm nor a file system, whose size containers keep small.
@@ -6,6 +6,7 @@ leaves nothing behind. It lies in neither /dev/shm nor a file system, whose size
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -40,11 +41,15 @@ def new_memory(size: int) -> int:
     return descriptor
 
 
-def views(descriptor: int, places: Sequence[WeightPlace], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they lie in the memory; writing to one writes it for both processes."""
-    whole = mmap.mmap(descriptor, 0)
+def mapped(descriptor: int) -> mmap.mmap:
+    """The memory of a descriptor, which may be closed then."""
+    return mmap.mmap(descriptor, 0)
+
+
+def views(memory: mmap.mmap, places: Sequence[WeightPlace], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they lie in the memory; writing to one writes it for every process."""
     for place in places:
-        count = 1
-        for length in place.shape:
-            count *= length
-        yield place.name, torch.frombuffer(whole, dtype=dtype, count=count, offset=place.offset).view(place.shape)
+        yield (
+            place.name,
+            torch.frombuffer(memory, dtype=dtype, count=math.prod(place.shape), offset=place.offset).view(place.shape),
+        )

@@ -1,9 +1,9 @@
 """What the worker and its vLLM process say to each other, in the frames of `swarm_engine.protocol`.
 
-The worker starts the process, which inherits one end of a socket pair and a piece of shared memory as large as the
-weights, and ends when the line does. `LoadModel` comes first and makes the engine, its weights still noise; then and
-after every update the worker writes the weights into the shared memory and says `LoadWeights`. Requests and replies are
-those of the front: `Generate`, `Cancel`, `Sampled`, `Finished`, `Rejected`.
+Whoever starts the process gives it one end of a socket pair and a piece of shared memory as large as the weights; it
+ends when the line does. `LoadModel` comes first and makes the engine, its weights still noise; then and after every
+update the weights are written into the shared memory and `LoadWeights` is said. Requests and replies are those of the
+front: `Generate`, `Cancel`, `Sampled`, `Finished`, `Rejected`. A process that can't go on says `Failed`.
 
 An adapter comes merged into the weights of its model; kept apart, it would be a message beside `LoadWeights` with
 places of its own in the memory.
@@ -32,28 +32,21 @@ class WeightPlace:
 
 @dataclass(frozen=True, slots=True)
 class LoadModel:
-    """Make the engine. Answered by `Ready` or `Failed`."""
+    """Make the engine."""
 
     config_json: dict[str, Any]
     """`config.json` of a Hugging Face checkpoint."""
     places: tuple[WeightPlace, ...]
     dtype: str
     """Of the weights and of the computation, as torch names it: `float32`, `bfloat16`."""
-    tokenizer_dir: str
-    """For grammars."""
+    tokenizer_json: str
+    """The text of that file, for grammars: the process may be on a machine that has no folder of the model."""
     end_ids: tuple[int, ...]
     max_context: int
     max_running: int
     kv_bytes: int
     is_eager: bool
     type: Literal["load_model"] = "load_model"
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The engine waits for weights."""
-
-    type: Literal["ready"] = "ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +69,7 @@ class WeightsLoaded:
 
 
 ToVllm = LoadModel | LoadWeights | Generate | Cancel
-FromVllm = Ready | WeightsLoaded | Sampled | Finished | Rejected | Failed
+FromVllm = WeightsLoaded | Sampled | Finished | Rejected | Failed
 
 to_vllm: TypeAdapter[ToVllm] = TypeAdapter(Annotated[ToVllm, Field(discriminator="type")])
 from_vllm: TypeAdapter[FromVllm] = TypeAdapter(Annotated[FromVllm, Field(discriminator="type")])

@@ -31,12 +31,11 @@ from swarm_engine.errors import BadRequestError
 from swarm_engine.protocol import Cancel, Failed, Finished, Generate, Rejected, Sampled, frame, read_frames
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.grammar import Grammars
-from swarm_engine.sampler.shared_weights import views
+from swarm_engine.sampler.shared_weights import mapped, views
 from swarm_engine.sampler.vllm_messages import (
     FromVllm,
     LoadModel,
     LoadWeights,
-    Ready,
     ToVllm,
     WeightsLoaded,
     from_vllm,
@@ -104,7 +103,7 @@ class Host:
 
     def __init__(self, model: LoadModel, memory: int) -> None:
         self._model = model
-        self._memory = memory
+        self._memory = mapped(memory)
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._version = -1
         """Of noise, until weights come."""
@@ -112,7 +111,7 @@ class Host:
         self._followers: dict[str, Follower] = {}
         """Of the running requests with a grammar, by request id."""
         vocab_size = int(model.config_json["vocab_size"])
-        self._grammars = Grammars(Path(model.tokenizer_dir), vocab_size, model.end_ids)
+        self._grammars = Grammars(model.tokenizer_json, vocab_size, model.end_ids)
         self._engine = _make_engine(model, vocab_size, self._followers)
 
     @property
@@ -276,7 +275,6 @@ def serve(line: socket.socket, memory: int) -> None:
     model = inbox.get()
     assert isinstance(model, LoadModel), model
     host = Host(model, memory)
-    _send(line, [Ready()])
     while True:
         for question in _take(inbox, must_wait=host.is_idle):
             _send(line, host.answer(question))

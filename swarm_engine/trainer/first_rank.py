@@ -17,13 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from swarm_engine.config import EngineConfig, PlacementConfig, PlacementKind
+from swarm_engine.config import EngineConfig
 from swarm_engine.errors import WorkerError
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.models.loading import LoadedPolicy
@@ -33,6 +33,9 @@ from swarm_engine.trainer.other_rank import GRACE_S, GatherMoments, Join, Order,
 from swarm_engine.trainer.sharding import ShardedAdamW, ShardedRanks, join
 from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord, Episode
+
+if TYPE_CHECKING:
+    from swarm_engine.ray_cluster import Room
 
 COMMAND = (sys.executable, "-m", "swarm_engine.trainer.other_rank")
 LOOPBACK = "127.0.0.1"
@@ -138,14 +141,17 @@ class SharedTrainer(Trainer):
         self._first = ranks
 
     @staticmethod
-    def start(policy: LoadedPolicy, config: EngineConfig, num_threads: int, on_loss: OnLoss) -> SharedTrainer:
+    def start(
+        policy: LoadedPolicy, config: EngineConfig, num_threads: int, room: Room | None, on_loss: OnLoss
+    ) -> SharedTrainer:
         """Start the other ranks and give them their shards of the policy.
 
         Args:
             num_threads: of each rank on this machine.
+            room: what a Ray cluster holds for them; None starts them here.
 
         Raises:
-            WorkerError: Ray can't place them, or the policy is an adapter.
+            WorkerError: the policy is an adapter.
         """
         if policy.adapter is not None:
             raise WorkerError(
@@ -154,7 +160,7 @@ class SharedTrainer(Trainer):
                 "leave num_workers out",
             )
         size = config.placement.num_workers
-        host = host_of(config.placement)
+        host = room.host if room else LOOPBACK
         with contextlib.closing(socket.create_server((host, 0))) as listener:
             port = listener.getsockname()[1]
             # The store listens at this address alone; left to itself it would on every one of the machine.
@@ -169,10 +175,10 @@ class SharedTrainer(Trainer):
             model=policy.config_json,
             dtype=str(policy.model.norm.dtype).removeprefix("torch."),
             trainer=config.trainer.model_dump(mode="json"),
-            num_threads=num_threads if config.placement.kind is PlacementKind.LOCAL else config.placement.num_threads,
+            num_threads=room.ranks[0].num_threads if room else num_threads,
             device=config.device,
         )
-        others = _start([replace(first, index=index) for index in range(1, size)], config.placement, on_loss)
+        others = _start([replace(first, index=index) for index in range(1, size)], room, on_loss)
         with losing():
             ranks = FirstRank(join(store, 0, size, config.device), others)
             model = ranks.sharded(policy.model.config, policy.model.norm.dtype, policy.model)
@@ -195,16 +201,12 @@ class SharedTrainer(Trainer):
         dist.destroy_process_group()
 
 
-def _start(joins: Sequence[Join], placement: PlacementConfig, on_loss: OnLoss) -> Others:
-    match placement.kind:
-        case PlacementKind.LOCAL:
-            return LocalRanks(joins, on_loss)
-        case PlacementKind.RAY:
-            from swarm_engine.trainer.ray_ranks import RayRanks
+def _start(joins: Sequence[Join], room: Room | None, on_loss: OnLoss) -> Others:
+    if room is None:
+        return LocalRanks(joins, on_loss)
+    from swarm_engine.trainer.ray_ranks import RayRanks
 
-            return RayRanks(joins, placement.bundle, on_loss)
-        case _:
-            assert_never(placement.kind)
+    return RayRanks(joins, room.ranks, on_loss)
 
 
 @contextlib.contextmanager
@@ -223,12 +225,3 @@ def losing() -> Iterator[None]:
     except RuntimeError:
         time.sleep(GRACE_S)
         raise
-
-
-def host_of(placement: PlacementConfig) -> str:
-    """Where the first rank meets the others."""
-    if placement.kind is PlacementKind.LOCAL:
-        return LOOPBACK
-    from swarm_engine.trainer.ray_ranks import join_cluster
-
-    return join_cluster()

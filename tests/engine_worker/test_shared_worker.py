@@ -131,9 +131,17 @@ def test_no_rank_outlives_a_worker_that_is_killed(tiny_dir: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("placement", "reason"),
     [
-        ({"kind": "ray"}, "num_workers is 1 and the one worker is the engine's own process"),
-        ({"num_workers": 2, "resources": {"GPU": 1}}, "resources are Ray's, but placement.kind is local"),
+        ({"kind": "ray"}, "num_workers is 1 and sampler.backend is torch, so all runs in the engine's own process"),
+        ({"num_workers": 2, "resources": {"GPU": 1}}, "placement.resources are Ray's, but placement.kind is local"),
         ({"num_workers": 2, "kind": "ray", "resources": {"GPU": 0}}, "placement.resources.GPU is 0.0; leave out"),
+        ({"kind": "ray", "resources": {"GPU": 1}}, "beside the first, but placement.num_workers is 1; raise"),
+        ({"num_samplers": 2}, "placement.num_samplers is 2, but sampler.backend is torch, which samples in the"),
+        ({"sampler_resources": {"GPU": 1}}, "placement.sampler_resources are Ray's, but placement.kind is local"),
+        (
+            {"num_workers": 2, "kind": "ray", "sampler_resources": {"GPU": 1}},
+            r"placement.sampler_resources is {'GPU': 1.0}, but sampler.backend is torch, .*leave sampler_resources out",
+        ),
+        ({"kind": "ray", "sampler_resources": {"GPU": -1}}, "placement.sampler_resources.GPU is -1.0; leave out"),
     ],
 )
 def test_a_placement_that_cannot_be_is_refused(placement: dict[str, object], reason: str) -> None:
@@ -148,7 +156,6 @@ def test_a_placement_that_cannot_be_is_refused(placement: dict[str, object], rea
         ({"policies": {"one": {}, "other": {}}}, "2 policies are trainable"),
         ({"policies": {"one": {"lora": {}}}}, "has lora, whose branches are not sharded"),
         ({"trainer": {"max_staleness": 1}}, "trainer.max_staleness is 1, and ranks train between episodes only"),
-        ({"sampler": {"backend": "vllm"}}, "sampler.backend is vllm"),
     ],
 )
 def test_what_ranks_do_not_train_is_refused(config: dict[str, Any], reason: str) -> None:
@@ -159,3 +166,12 @@ def test_what_ranks_do_not_train_is_refused(config: dict[str, Any], reason: str)
 def test_ranks_train_one_policy_beside_frozen_ones() -> None:
     policies = {"one": {}, "other": {"trainable": False}}
     EngineConfig.model_validate({"policies": policies, "placement": {"num_workers": 2}})
+
+
+def test_vllm_samples_beside_ranks_and_alone_in_a_cluster() -> None:
+    vllm = {"sampler": {"backend": "vllm"}}
+    for placement in ({"num_workers": 2}, {"num_samplers": 2}, {"kind": "ray", "sampler_resources": {"GPU": 1}}):
+        EngineConfig.model_validate({**vllm, "placement": placement})
+    EngineConfig.model_validate({**vllm, "placement": {"kind": "ray"}, "device": "cuda"})
+    with pytest.raises(ValidationError, match=r"placement\.resources are for the ranks beside the first"):
+        EngineConfig.model_validate({**vllm, "placement": {"kind": "ray", "resources": {"GPU": 1}}})

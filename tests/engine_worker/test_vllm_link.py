@@ -20,6 +20,7 @@ from driven_sampler import Driven, ask, num_ended
 from episodes import update
 from fake_vllm import fake_vllm
 from pydantic import ValidationError
+from sampled_weights import assert_samples_from_its_weights
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
 
@@ -100,7 +101,7 @@ def test_the_process_is_told_what_it_has_to_know(shared: Shared) -> None:
     assert places["model.layers.0.self_attn.q_proj.weight"]["offset"] == 900 * 96 * 4 + 384
     assert told["config_json"]["architectures"] == ["Qwen3ForCausalLM"]
     assert (told["end_ids"], told["max_context"], told["max_running"]) == ([2], 512, 8)
-    assert told["tokenizer_dir"] == str(tiny.tokenizer_dir)
+    assert told["tokenizer_json"] == (tiny.tokenizer_dir / "tokenizer.json").read_text()
     # 8 contexts of 512 tokens, each in blocks of 128 and one to spare; 2 x 3 layers x 3 heads x 32 numbers of 4 bytes.
     assert told["kv_bytes"] == 8 * (512 + 128) * 2 * 3 * 3 * 32 * 4
     assert (told["dtype"], told["is_eager"]) == ("float32", True)
@@ -262,6 +263,49 @@ def test_a_worker_serves_and_trains_with_it(home: Path, tmp_path: Path) -> None:
         front.send(Stop())
         assert front.process.wait(30) == 0
         assert not psutil.pid_exists(pid)
+
+
+def test_two_processes_get_an_update_together_and_the_loss_of_one_is_told(
+    home: Path,  # noqa: ARG001
+    tiny: LoadedPolicy,
+) -> None:
+    others = psutil.Process().children()
+    driven = Driven(tiny, CONFIG, count=2)
+    processes = [process for process in psutil.Process().children() if process not in others]
+    assert len(processes) == 2
+    for version in (0, 7):
+        if version:
+            with torch.no_grad():
+                tiny.model.embedding.mul_(1.01)
+            assert driven.sampler.weights_changed(version) == []
+        found = driven.run(ask("a"), ask("b"))  # each at another one
+        expected = SlotSampler(tiny.model, tiny.end_ids, is_lockstep=True, version=version)
+        for name in "ab":
+            replies = expected.submit(ask(name))
+            while not expected.is_idle:
+                replies += expected.step()
+            assert [one for one in found if one.request_id == name] == replies
+    processes[0].kill()
+    with pytest.raises(WorkerError, match=r"^sampler [12] of 2: the vLLM process was killed by SIGKILL"):
+        driven.until(lambda _: False)
+    driven.sampler.close()
+    assert not any(process.is_running() for process in processes)
+
+
+@pytest.mark.slow
+def test_ranks_train_what_two_processes_sample_from(home: Path, tiny_dir: Path, tmp_path: Path) -> None:  # noqa: ARG001
+    with WorkerProcess(tmp_path, timeout_s=300.0) as front:
+        placement = {"num_workers": 2, "num_samplers": 2}
+        front.boot(tiny_dir.parent, tmp_path / "checkpoints", "tiny", placement=placement, **VLLM)
+        assert_samples_from_its_weights(front, 0, tmp_path)
+        front.send(update(1))
+        assert front.receive(Updated).step == 1
+        assert_samples_from_its_weights(front, 1, tmp_path)
+        family = psutil.Process(front.process.pid).children()
+        assert len(family) == 3
+        front.send(Stop())
+        assert front.process.wait(60) == 0
+        assert not any(process.is_running() for process in family)
 
 
 @pytest.mark.slow

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from swarm_engine.config import SamplerConfig
 from swarm_engine.models.loading import LoadedPolicy
 from swarm_engine.protocol import Finished, Generate, Rejected
 from swarm_engine.sampler import Reply
-from swarm_engine.sampler.vllm_link import VllmSampler
+from swarm_engine.sampler.vllm_link import LocalLinks
+from swarm_engine.sampler.vllm_sampler import start_vllm
 from swarm_engine.types import SamplingParams
 
 WAIT_S = 60.0
 
 
 class Driven:
-    """A vLLM sampler and the worker's loop around it."""
+    """The vLLM processes of a policy on this machine, and the worker's loop around them."""
 
-    def __init__(self, policy: LoadedPolicy, config: SamplerConfig, version: int = 0) -> None:
+    def __init__(self, policy: LoadedPolicy, config: SamplerConfig, count: int = 1) -> None:
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.sampler = VllmSampler.start(policy, config, version=version, wake=lambda: self._wakes.put(None))
+        reach = partial(LocalLinks, count=count, num_threads=1, wake=lambda: self._wakes.put(None))
+        self.sampler = start_vllm(policy, config, reach, version=0)
 
     def until(self, is_enough: Callable[[list[Reply]], bool]) -> list[Reply]:
         """Steps, each after a wake, until their replies are enough."""

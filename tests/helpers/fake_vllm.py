@@ -49,12 +49,11 @@ def main() -> None:
     from swarm_engine.models.decoder import Decoder, DecoderConfig
     from swarm_engine.protocol import Cancel, Failed, Generate, frame, unframe
     from swarm_engine.sampler.grammar import Grammars
-    from swarm_engine.sampler.shared_weights import views
+    from swarm_engine.sampler.shared_weights import mapped, views
     from swarm_engine.sampler.slots import SlotSampler
     from swarm_engine.sampler.vllm_messages import (
         LoadModel,
         LoadWeights,
-        Ready,
         WeightsLoaded,
         from_vllm,
         to_vllm,
@@ -98,16 +97,15 @@ def main() -> None:
                     (arguments.home / "load_model.json").write_bytes(payload)
                     model = Decoder(DecoderConfig.from_json(message.config_json))
                     places, dtype = message.places, getattr(torch, message.dtype)
-                    grammars = Grammars(Path(message.tokenizer_dir), model.config.vocab_size, message.end_ids)
+                    grammars = Grammars(message.tokenizer_json, model.config.vocab_size, message.end_ids)
                     samplers["replies"] = SlotSampler(
                         model, message.end_ids, version=-1, is_lockstep=True, grammars=grammars
                     )
                     samplers["probes"] = SlotSampler(model, (), version=-1, is_lockstep=True)
                     kept: dict[str, torch.Tensor] = {}
-                    send(Ready())
                 case LoadWeights(version, probes):
                     if faults.never_loads_after is None or version <= faults.never_loads_after:
-                        found = {name: view.clone() for name, view in views(arguments.memory, places, dtype)}
+                        found = {name: view.clone() for name, view in views(mapped(arguments.memory), places, dtype)}
                         for name in faults.keeps:
                             found[name] = kept.setdefault(name, found[name])
                         model.load_weights(found)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from episodes import conversations
+from ray_actors import actors, no_actor_left
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
 
@@ -26,62 +22,7 @@ from swarm_engine.types import BatchRecord, EngineState
 pytestmark = pytest.mark.heavy
 
 TIMEOUT_S = 300.0
-CLUSTER = """
-import sys, ray
-context = ray.init(address="local", num_cpus=2, include_dashboard=False)
-print("at", context.address_info["gcs_address"], flush=True)
-sys.stdin.read()
-"""
 RAY: dict[str, Any] = {"num_workers": 2, "kind": "ray"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """A cluster of two CPUs, which whoever asks for Ray joins; it ends with the process that started it."""
-    # Left to itself Ray keeps a token in the home folder, and ends actors when others fill the machine's memory.
-    settings = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_memory_monitor_refresh_ms": "0",
-    }
-    os.environ |= settings
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdin is not None
-    while not (line := process.stdout.readline()).startswith("at "):
-        assert process.poll() is None
-    os.environ["RAY_ADDRESS"] = line.split()[1]
-    yield
-    for name in ("RAY_ADDRESS", *settings):
-        del os.environ[name]
-    process.stdin.close()
-    process.stdout.close()
-    assert process.wait(60) == 0
-
-
-@pytest.fixture(scope="module")
-def model_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny").parent
-
-
-def actors() -> list[psutil.Process]:
-    """The processes of Ray's that are ranks now."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if any(word.startswith("ray::RankActor") for word in process.info["cmdline"] or ())
-    ]
-
-
-@contextmanager
-def no_actor_left() -> Iterator[None]:
-    yield
-    deadline = time.monotonic() + 60
-    while actors():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def update(step: int) -> Update:
@@ -96,7 +37,7 @@ def test_actors_train_the_weights_of_local_ranks_bit_for_bit(model_root: Path, t
             placement = {"num_workers": 2, "kind": kind}
             trainer = {"algorithm": "gspo", "kl_weight": 0.1, "microbatch_tokens": 96}
             front.boot(model_root, tmp_path / kind, "tiny", placement=placement, trainer=trainer)
-            assert len(actors()) == (kind == "ray")
+            assert len(actors("RankActor")) == (kind == "ray")
             for step in (1, 2, 3):
                 front.send(update(step))
                 assert front.receive(Updated).step == step
@@ -113,17 +54,18 @@ def test_no_actor_outlives_a_worker_that_is_killed(model_root: Path, tmp_path: P
         front.boot(model_root, tmp_path / "checkpoints", "tiny", placement=RAY)
         front.send(*(update(step) for step in range(1, 9)))
         front.receive(Updated)
-        assert len(actors()) == 1
+        assert len(actors("RankActor")) == 1
         front.kill()
 
 
 def test_a_cluster_without_room_is_told_of(model_root: Path, tmp_path: Path) -> None:
-    config = {"policies": {"policy": {"model": "tiny"}}, "placement": {**RAY, "resources": {"CPU": 1, "GPU": 3}}}
+    placement = {**RAY, "resources": {"CPU": 1, "GPU": 3}, "num_samplers": 2, "sampler_resources": {"GPU": 1}}
+    config = {"policies": {"policy": {"model": "tiny"}}, "placement": placement, "sampler": {"backend": "vllm"}}
     with no_actor_left(), WorkerProcess(tmp_path, TIMEOUT_S) as front:
         front.send(Boot(config, str(model_root), str(tmp_path)))
         reason = front.receive(Failed).reason
-    assert "no room for 1 ranks of {'CPU': 1.0, 'GPU': 3.0}" in reason
-    assert "lower placement.num_workers or placement.resources, or add nodes" in reason
+    assert "no room for 1 ranks of {'CPU': 1.0, 'GPU': 3.0} and 2 vLLM engines of {'GPU': 1.0} within 60 s" in reason
+    assert "lower in placement how many there are (num_workers, num_samplers) or what is reserved for each" in reason
 
 
 def test_an_engine_updates_through_http_fails_with_an_actor_and_goes_on(tmp_path: Path) -> None:
@@ -145,7 +87,7 @@ def test_an_engine_updates_through_http_fails_with_an_actor_and_goes_on(tmp_path
                 client.start(config, wait=True)
                 play(client)
                 wait_for(client, EngineState.ROLLING, step=1)
-                (actor,) = actors()
+                (actor,) = actors("RankActor")
                 actor.kill()
                 wait_for(client, EngineState.FAILED, step=1)
                 assert "trainer rank 1 of 2 was lost" in (client.status().reason or "")
