@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 CPU_BLOCK_TOKENS = 32
 """Tokens of a block of keys and values on a CPU, the least that its kernels take; vLLM's own 128 would share no prefix
 shorter than that."""
+LEAST_SHARE = 0.01
+"""Of a card's memory; vLLM's own 0.92 wants the card for itself."""
 PROBE_PRIORITY = -1
 """The lower comes first; that of other requests is 0."""
 MIN_LLGUIDANCE = (1, 9)
@@ -252,6 +254,9 @@ def _make_engine(model: LoadModel, vocab_size: int, followers: dict[str, Followe
             max_model_len=model.max_context,
             max_num_seqs=model.max_running,
             kv_cache_memory_bytes=model.kv_bytes,
+            # What has to be free at the start, which counts even where the line above says what is taken: a card may
+            # hold a trainer or another policy's engine.
+            gpu_memory_utilization=LEAST_SHARE,
             block_size=CPU_BLOCK_TOKENS if current_platform.is_cpu() else None,
             enforce_eager=model.is_eager,
             # Of the distribution sampled from, after temperature and grammar.

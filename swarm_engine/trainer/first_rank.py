@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from swarm_engine.config import EngineConfig
+from swarm_engine.config import Device, EngineConfig
 from swarm_engine.errors import WorkerError
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.models.loading import LoadedPolicy
@@ -151,7 +152,7 @@ class SharedTrainer(Trainer):
             room: what a Ray cluster holds for them; None starts them here.
 
         Raises:
-            WorkerError: the policy is an adapter.
+            WorkerError: the policy is an adapter, or there are fewer GPUs than ranks.
         """
         if policy.adapter is not None:
             raise WorkerError(
@@ -160,6 +161,11 @@ class SharedTrainer(Trainer):
                 "leave num_workers out",
             )
         size = config.placement.num_workers
+        if config.device is Device.CUDA and room is None and torch.cuda.device_count() < size:
+            raise WorkerError(
+                f"placement.num_workers is {size}, each rank takes a GPU, and PyTorch sees {torch.cuda.device_count()}",
+                "lower num_workers, or place the ranks with Ray on machines that have them",
+            )
         host = room.host if room else LOOPBACK
         with contextlib.closing(socket.create_server((host, 0))) as listener:
             port = listener.getsockname()[1]

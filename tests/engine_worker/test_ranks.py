@@ -16,6 +16,11 @@ from rank_process import parted, play
 from safetensors.torch import load_file
 from tiny_model import build_tiny_model
 
+from swarm_engine.config import EngineConfig
+from swarm_engine.errors import WorkerError
+from swarm_engine.models.loading import load_policy
+from swarm_engine.trainer.first_rank import SharedTrainer
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 STEPS = list(range(1, 21))
 LONG = ("chunks", "whole samples")
@@ -127,3 +132,11 @@ def test_training_goes_on_with_another_number_of_ranks(played: tuple[Path, Path]
         for name, value in found.items():
             assert value.shape == whole[name].shape
             torch.testing.assert_close(value, whole[name], rtol=1e-3, atol=1e-5)
+
+
+def test_more_ranks_than_gpus_are_told_of_before_any_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    policy = load_policy(build_tiny_model(tmp_path / "tiny"))
+    config = EngineConfig.model_validate({"device": "cuda", "placement": {"num_workers": 2}})
+    with pytest.raises(WorkerError, match="each rank takes a GPU, and PyTorch sees 1; lower num_workers"):
+        SharedTrainer.start(policy, config, 1, None, pytest.fail)
