@@ -473,6 +473,8 @@ class PlacementConfig(Frozen):
     """What Ray reserves for each rank but the first, by its own names (`CPU`, `GPU`, …); None is one CPU."""
     sampler_resources: dict[str, float] | None = None
     """What Ray reserves for each vLLM engine; None is one CPU."""
+    timeout_s: float | None = Field(None, gt=0)
+    """How long Ray may look for room, or a cluster grow until it has it; None is a minute."""
 
     @property
     def rank_bundle(self) -> dict[str, float]:
@@ -497,6 +499,8 @@ class PlacementConfig(Frozen):
             for name, amount in (resources or {}).items():
                 if amount <= 0:
                     raise ValueError(f"placement.{key}.{name} is {amount}; leave out what is not needed")
+        if self.timeout_s is not None and self.kind is not PlacementKind.RAY:
+            raise ValueError(f"placement.timeout_s is Ray's, but placement.kind is {self.kind}; leave one of them out")
         return self
 
 

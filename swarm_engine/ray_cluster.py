@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from swarm_engine.config import PlacementConfig
 from swarm_engine.errors import WorkerError
 
-PLACE_TIMEOUT_S = 60.0
-"""How long Ray may look for room."""
+TIMEOUT_S = 60.0
+"""Own value of `placement.timeout_s`."""
 
 WAITING = "waiting"
 """The concurrency group of the methods that return when something has happened: on the actor's other thread they would
@@ -84,7 +84,8 @@ class Room:
         ranks = [placement.rank_bundle] * (placement.num_workers - 1)
         samplers = [placement.sampler_bundle] * (placement.num_samplers * len(sampled))
         group = placement_group(ranks + samplers)
-        if not group.wait(PLACE_TIMEOUT_S):
+        timeout_s = placement.timeout_s or TIMEOUT_S
+        if not group.wait(timeout_s):
             remove_placement_group(group)
             wanted = [
                 f"{len(bundles)} {what} of {bundles[0]}"
@@ -92,10 +93,10 @@ class Room:
                 if bundles
             ]
             raise WorkerError(
-                f"Ray found no room for {' and '.join(wanted)} within {PLACE_TIMEOUT_S:.0f} s; the cluster has "
+                f"Ray found no room for {' and '.join(wanted)} within {timeout_s:g} s; the cluster has "
                 f"{ray.cluster_resources()}",
                 "lower in placement how many there are (num_workers, num_samplers) or what is reserved for each "
-                "(resources, sampler_resources), or add nodes",
+                "(resources, sampler_resources), add nodes, or raise placement.timeout_s where they come by themselves",
             )
         places = iter([Place(group, index, bundle) for index, bundle in enumerate(ranks + samplers)])
         return Room(

@@ -137,6 +137,7 @@ def test_no_rank_outlives_a_worker_that_is_killed(tiny_dir: Path, tmp_path: Path
         ({"kind": "ray", "resources": {"GPU": 1}}, "beside the first, but placement.num_workers is 1; raise"),
         ({"num_samplers": 2}, "placement.num_samplers is 2, but sampler.backend is torch, which samples in the"),
         ({"sampler_resources": {"GPU": 1}}, "placement.sampler_resources are Ray's, but placement.kind is local"),
+        ({"timeout_s": 5}, "placement.timeout_s is Ray's, but placement.kind is local"),
         (
             {"num_workers": 2, "kind": "ray", "sampler_resources": {"GPU": 1}},
             r"placement.sampler_resources is {'GPU': 1.0}, but sampler.backend is torch, .*leave sampler_resources out",

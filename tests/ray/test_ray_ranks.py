@@ -59,12 +59,13 @@ def test_no_actor_outlives_a_worker_that_is_killed(model_root: Path, tmp_path: P
 
 
 def test_a_cluster_without_room_is_told_of(model_root: Path, tmp_path: Path) -> None:
-    placement = {**RAY, "resources": {"CPU": 1, "GPU": 3}, "num_samplers": 2, "sampler_resources": {"GPU": 1}}
+    reserved = {"resources": {"CPU": 1, "GPU": 3}, "num_samplers": 2, "sampler_resources": {"GPU": 1}}
+    placement = {**RAY, **reserved, "timeout_s": 2}
     config = {"policies": {"policy": {"model": "tiny"}}, "placement": placement, "sampler": {"backend": "vllm"}}
     with no_actor_left(), WorkerProcess(tmp_path, TIMEOUT_S) as front:
         front.send(Boot(config, str(model_root), str(tmp_path)))
         reason = front.receive(Failed).reason
-    assert "no room for 1 ranks of {'CPU': 1.0, 'GPU': 3.0} and 2 vLLM engines of {'GPU': 1.0} within 60 s" in reason
+    assert "no room for 1 ranks of {'CPU': 1.0, 'GPU': 3.0} and 2 vLLM engines of {'GPU': 1.0} within 2 s" in reason
     assert "lower in placement how many there are (num_workers, num_samplers) or what is reserved for each" in reason
 
 
