@@ -636,6 +636,7 @@ def test_the_report_has_all_its_sections_in_order(lab_in):
         "Claims by strength",
         "What was not tested",
         "Failures and quarantines",
+        "Warnings",
         "Cost",
         "Reproduce",
         "Every number",
