@@ -95,9 +95,9 @@ class Schedule(StrEnum):
 
     CONSTANT = "constant"
     LINEAR = "linear"
-    """Down to zero in a line, at `total_updates`."""
+    """Down in a line; `total_updates` is the last update whose rate is above zero."""
     COSINE = "cosine"
-    """Down to zero on half a cosine, at `total_updates`."""
+    """The same on half a cosine."""
 
 
 class BestBy(StrEnum):
@@ -300,7 +300,8 @@ class TrainerConfig(Frozen):
     """Updates over which the learning rate rises in a line; the first after them has all of it."""
     lr_schedule: Schedule = Schedule.CONSTANT
     total_updates: int = Field(1000, ge=1)
-    """The last update of a schedule that falls; the learning rate is zero after it. `constant` does not read it."""
+    """The last update of a schedule that falls; after it the rate is zero and updates change nothing. `constant` does
+    not read it."""
 
     @property
     def is_asynchronous(self) -> bool:
@@ -316,6 +317,16 @@ class TrainerConfig(Frozen):
     def _tools_matter_to_text(self) -> Self:
         if self.ignore_tools is not None and self.merge is not Merge.TEXT:
             raise ValueError(f"trainer.ignore_tools goes with merge: text, not {self.merge}; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _a_schedule_has_room_to_fall(self) -> Self:
+        if self.lr_schedule is not Schedule.CONSTANT and self.warmup_updates >= self.total_updates:
+            raise ValueError(
+                f"trainer.warmup_updates is {self.warmup_updates} and trainer.total_updates is {self.total_updates}, "
+                f"so lr_schedule {self.lr_schedule} would be at zero where the warmup ends; lower warmup_updates or "
+                "raise total_updates"
+            )
         return self
 
     @model_validator(mode="after")
