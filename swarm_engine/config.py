@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
@@ -410,6 +410,7 @@ class LoraConfig(Frozen):
     alpha: float = Field(32.0, gt=0)
     """What a branch adds is scaled by alpha / rank."""
     targets: tuple[Target, ...] = tuple(Target)
+    """Kept in the order of `Target`, however they are named."""
 
     @model_validator(mode="before")
     @classmethod
@@ -420,14 +421,14 @@ class LoraConfig(Frozen):
                     raise ValueError(f"lora.{name} is {given[name]}, but {why}; leave it out")
         return given
 
-    @model_validator(mode="after")
-    def _targets_are_some(self) -> Self:
-        if not self.targets or len(set(self.targets)) != len(self.targets):
+    @field_validator("targets")
+    @classmethod
+    def _targets_are_a_set(cls, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+        if not targets or len(set(targets)) != len(targets):
             raise ValueError(
-                f"lora.targets is {[str(one) for one in self.targets]}; name each once, one at least, of "
-                f"{', '.join(Target)}"
+                f"lora.targets is {[str(one) for one in targets]}; name each once, one at least, of {', '.join(Target)}"
             )
-        return self
+        return tuple(target for target in Target if target in targets)
 
 
 class PolicyConfig(Frozen):
