@@ -251,7 +251,7 @@ class TrainerConfig(Frozen):
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     clip_low: float | None = Field(None, ge=0, lt=1)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; see `OffPolicy` for what it is a ratio to."""
     clip_high: float | None = Field(None, ge=0)
     normalize_by_std: bool | None = None
     """Divide advantages by the standard deviation of what they are measured against."""
