@@ -130,13 +130,6 @@ class History(StrEnum):
     """The recorded ids, whatever the template takes out of history."""
 
 
-class CollectionRule(StrEnum):
-    """When the batch is full."""
-
-    TASKS = "tasks"
-    """`tasks_per_update` complete groups."""
-
-
 class SamplerConfig(Frozen):
     """How replies are sampled."""
 
@@ -528,7 +521,6 @@ class EngineConfig(Frozen):
     """Every call is computed alone and its numbers depend on nothing else, so that a run repeats itself bit for bit."""
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"policy": PolicyConfig()})
     """By name; a call says which of them answers."""
-    rule: CollectionRule = CollectionRule.TASKS
     episode_timeout_s: float = Field(600.0, gt=0)
     """An episode that runs longer than this ends as `timeout`, and its place in the group is given out again."""
     lease_s: float = Field(60.0, gt=0)

@@ -630,7 +630,7 @@ class Engine:
             "checkpoint": {"step": self._saved_step or None, "error": self._save_error},
             "policies": loaded.versions() if loaded else {},
             "pool": {
-                "rule": config.rule if config else None,
+                "rule": "tasks",  # the only one there is: `tasks_per_update` complete groups
                 "episodes": counts.episodes if counts else 0,
                 "tasks": counts.tasks if counts else 0,
                 "informative_tasks": counts.informative_tasks if counts else 0,
@@ -685,7 +685,7 @@ def _continued(record: EpisodeRecord, policies: Mapping[str, ServedPolicy], *, i
 
 def _fixed_part(config: EngineConfig) -> dict[str, Any]:
     """What may not change in a run folder that is not untouched."""
-    fields: dict[str, Any] = {"seed": config.seed, "rule": config.rule}
+    fields: dict[str, Any] = {"seed": config.seed}
     fields["policies"] = {name: policy.model_dump() for name, policy in config.policies.items()}
     trainer = config.trainer.model_dump(exclude=CHANGEABLE_TRAINER_FIELDS)
     return fields | {f"trainer.{name}": value for name, value in trainer.items()}
