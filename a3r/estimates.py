@@ -25,7 +25,7 @@ class Measurement:
     """One evaluation of one run."""
 
     step: int
-    """Optimizer updates in the weights."""
+    """Updates in the weights."""
     episodes: int
     """Training episodes behind them."""
     scores: Mapping[str, float]

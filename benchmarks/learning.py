@@ -25,7 +25,7 @@ from rows import Row, show, show_promises, write_rows
 from experiments_db.intervals import Interval, t_interval
 from swarm_engine.models import resolve
 from swarm_engine.models.loading import load_policy, save_policy
-from swarm_engine.trainer.cloning import Recipe, Sample, clone, encode
+from swarm_engine.trainer.cloning import ClonedText, Recipe, clone, encode
 from vibe import library, render, warmup
 from vibe.project import ProjectSpec, Training, game_of, project_for
 
@@ -119,7 +119,7 @@ def cloning(bench: Bench, game: str) -> Iterator[Row]:
         yield bench.row(f"{game}, cloning on", f"level, {how}", over_seeds(levels))
 
 
-def warm_up_samples(spec: ProjectSpec) -> list[Sample]:
+def warm_up_samples(spec: ProjectSpec) -> list[ClonedText]:
     """The conversations that the shipped start weights were cloned from, as token ids."""
     template = library.load(spec.template)
     plan = warmup.shipped_card(template).plan
@@ -130,7 +130,7 @@ def warm_up_samples(spec: ProjectSpec) -> list[Sample]:
     return [sample for conversation in conversations for sample in encode(codec, conversation)]
 
 
-def clone_on(spec: ProjectSpec, data: Sequence[Sample], seed: int, folder: Path) -> None:
+def clone_on(spec: ProjectSpec, data: Sequence[ClonedText], seed: int, folder: Path) -> None:
     """Clone for as many updates as the training makes, from the shipped start weights, and save what comes out."""
     policy = load_policy(resolve(library.load(spec.template).start_weights, NOWHERE))
     trainer = spec.config.trainer

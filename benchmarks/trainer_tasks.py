@@ -29,7 +29,7 @@ from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message, Tool
 from swarm_engine.tracker.tracker import Draft, EpisodeTracker
-from swarm_engine.trainer.cloning import Recipe, Sample, clone, randomize
+from swarm_engine.trainer.cloning import ClonedText, Recipe, clone, randomize
 from swarm_engine.types import FinishReason
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -238,7 +238,7 @@ def guess_text(number: int) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def taught(game: Game, task: int, codec: ChatCodec, draw: random.Random) -> Sample:
+def taught(game: Game, task: int, codec: ChatCodec, draw: random.Random) -> ClonedText:
     """An episode as somebody who knows how would play it: in `guess` half the time by bisection."""
     player = Player(game, -task - 1, f"taught-{task}", codec)
     low, high = 1, HIGHEST
@@ -254,4 +254,4 @@ def taught(game: Game, task: int, codec: ChatCodec, draw: random.Random) -> Samp
         ids = (*codec.encode(text), END_ID)
         goes_on = player.take(draft, ids, [0.0] * len(ids), 0, FinishReason.STOP)
     (timeline,) = merge([call.timeline() for call in player.tracker.calls()], Merge.TOKEN)
-    return Sample(timeline.tokens, timeline.loss_mask)
+    return ClonedText(timeline.tokens, timeline.loss_mask)

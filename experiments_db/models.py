@@ -595,7 +595,7 @@ class Artifact(Row, table=True):
     """Of the content; None for a folder or a file on another machine."""
     bytes: int | None = Field(default=None, sa_type=BigInteger)
     step: int | None = Field(default=None, sa_type=BigInteger)
-    """Optimizer step it holds, for checkpoints."""
+    """Updates in its weights, for checkpoints."""
     created_at: datetime = _now()
 
 
@@ -616,7 +616,7 @@ class EngineEvent(Row, table=True):
 
 
 class MetricPoint(Row, table=True):
-    """One metric after one optimizer step."""
+    """One metric of one update."""
 
     __table_args__ = (
         UniqueConstraint("experiment_id", "name", "segment", "step"),
@@ -630,7 +630,7 @@ class MetricPoint(Row, table=True):
     segment: int = 0
     """Rises by one each time the steps start again from an earlier one; a curve takes the newest."""
     step: int = Field(sa_type=BigInteger)
-    """Optimizer updates done, from 1."""
+    """Updates done, from 1."""
     wall_s: float = _number()
     """Seconds since the run's first event, by the server's clock."""
     value: float | None = _number_or_none()
@@ -639,7 +639,7 @@ class MetricPoint(Row, table=True):
 
 
 class HealthWarning(Row, table=True):
-    """One thing that the engine said was going wrong after one optimizer step."""
+    """One thing that the engine said was going wrong after one update."""
 
     __table_args__ = (UniqueConstraint("experiment_id", "segment", "step", "policy", "kind"),)
 
@@ -648,7 +648,7 @@ class HealthWarning(Row, table=True):
     segment: int = 0
     """As in MetricPoint."""
     step: int = Field(sa_type=BigInteger)
-    """Optimizer updates done, from 1."""
+    """Updates done, from 1."""
     policy: str = ""
     """Empty where the update named none."""
     kind: str
@@ -685,7 +685,7 @@ class EpisodeRow(Row, table=True):
     """By agent; null where it was not judged."""
     metrics: dict[str, Any] = _object()
     policy_version: int | None = Field(default=None, sa_type=BigInteger)
-    """Optimizer step whose weights played it."""
+    """Updates in the weights that played it."""
     num_calls: int | None = None
     num_prompt_tokens: int | None = Field(default=None, sa_type=BigInteger)
     num_sampled_tokens: int | None = Field(default=None, sa_type=BigInteger)
@@ -709,7 +709,7 @@ class EvalRun(Row, table=True):
     id: str = _id()
     experiment_id: str = _ref("experiment.id", index=False)
     step: int = Field(sa_type=BigInteger)
-    """Optimizer updates in the weights that were measured."""
+    """Updates in the weights that were measured."""
     split_name: str
     split_id: str | None = _ref_or_none("split.id")
     label: str = ""

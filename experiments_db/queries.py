@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar, assert_never
+from typing import Any, NamedTuple, Protocol, TypeVar, assert_never
 
 from sqlalchemy import Select, func
 from sqlalchemy import select as sa_select
@@ -58,7 +58,18 @@ OPTIMIZER_STEPS = "optimizer_steps"
 """The engine's metric of how many optimizer steps an update took; 1 where it reports none."""
 
 
-OfStep = TypeVar("OfStep", MetricPoint, HealthWarning)
+class _OfStep(Protocol):
+    """A row that a run has of a step."""
+
+    @property
+    def experiment_id(self) -> str: ...
+    @property
+    def segment(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+
+
+OfStep = TypeVar("OfStep", bound=_OfStep)
 
 
 class Axis(StrEnum):
@@ -307,7 +318,7 @@ def list_runs(
     rewards = _rewards(session, found)
     ends = _first_and_last(session, found)
     causes = _causes(session, found)
-    warned = warnings(session, found)
+    warned = _warned_of(session, found)
     summaries = []
     for experiment, blueprint, stage, study in rows:
         before, after = ends.get(experiment.id, (None, None))
@@ -327,7 +338,7 @@ def list_runs(
             rewards=rewards[experiment.id][1],
             before=before,
             after=after,
-            warned_of=tuple(dict.fromkeys(one.kind for one in warned[experiment.id])),
+            warned_of=warned[experiment.id],
             run_dir=experiment.run_dir,
             created_at=experiment.created_at,
             finished_at=experiment.finished_at,
@@ -427,18 +438,49 @@ def warnings(session: Session, ids: Sequence[str]) -> dict[str, tuple[Warned, ..
         .where(col(HealthWarning.experiment_id).in_(ids))
         .order_by(col(HealthWarning.segment), col(HealthWarning.step), col(HealthWarning.id))
     ).all()
-    starts = _segment_starts(session, ids)
-    alike: dict[tuple[str, str, str], list[HealthWarning]] = defaultdict(list)
-    for one in ids:
-        for row in newest([row for row in rows if row.experiment_id == one], starts[one]):
-            alike[one, row.policy, row.kind].append(row)
-    found: dict[str, list[Warned]] = {one: [] for one in ids}
-    for (one, policy, kind), own in alike.items():
-        last = own[-1]
-        found[one].append(Warned(kind, policy, own[0].step, last.step, len(own), last.value, last.message))
     return {
-        one: tuple(sorted(own, key=lambda warned: (warned.policy, warned.first_step))) for one, own in found.items()
+        one: tuple(
+            Warned(own[-1].kind, own[-1].policy, own[0].step, own[-1].step, len(own), own[-1].value, own[-1].message)
+            for own in alike
+        )
+        for one, alike in _alike(session, ids, rows).items()
     }
+
+
+class _Kind(NamedTuple):
+    """What a list of runs shows of a warning."""
+
+    experiment_id: str
+    segment: int
+    step: int
+    policy: str
+    kind: str
+
+
+def _warned_of(session: Session, ids: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Kinds of the `warnings` of each of these runs, in their order."""
+    shown = (col(getattr(HealthWarning, name)) for name in _Kind._fields)
+    rows = session.execute(
+        sa_select(*shown)
+        .where(col(HealthWarning.experiment_id).in_(ids))
+        .order_by(col(HealthWarning.segment), col(HealthWarning.step), col(HealthWarning.id))
+    ).all()
+    alike = _alike(session, ids, [_Kind(*row) for row in rows])
+    return {one: tuple(dict.fromkeys(own[0].kind for own in groups)) for one, groups in alike.items()}
+
+
+AnyWarning = TypeVar("AnyWarning", HealthWarning, _Kind)
+
+
+def _alike(session: Session, ids: Sequence[str], rows: Sequence[AnyWarning]) -> dict[str, list[list[AnyWarning]]]:
+    """The warnings of each run that count, those of one policy and kind together, by policy and first step."""
+    found: dict[str, list[list[AnyWarning]]] = {}
+    for one, own in _counting(session, ids, rows).items():
+        alike: dict[tuple[str, str], list[AnyWarning]] = defaultdict(list)
+        for row in own:
+            alike[row.policy, row.kind].append(row)
+        found[one] = sorted(alike.values(), key=lambda group: (group[0].policy, group[0].step))
+    return found
 
 
 def left_out(session: Session, ids: Sequence[str]) -> dict[str, dict[str, int]]:
@@ -448,11 +490,10 @@ def left_out(session: Session, ids: Sequence[str]) -> dict[str, dict[str, int]]:
             col(MetricPoint.experiment_id).in_(ids), col(MetricPoint.name).startswith(DROPS, autoescape=True)
         )
     ).all()
-    starts = _segment_starts(session, ids)
     found: dict[str, dict[str, int]] = {}
-    for one in ids:
+    for one, own in _counting(session, ids, rows).items():
         counts: Counter[str] = Counter()
-        for row in newest([row for row in rows if row.experiment_id == one], starts[one]):
+        for row in own:
             counts[row.name.removeprefix(DROPS)] += int(row.value or 0)
         found[one] = dict(sorted(counts.items()))
     return found
@@ -573,6 +614,15 @@ def newest(rows: Iterable[OfStep], starts: Mapping[int, int]) -> list[OfStep]:
     """
     kept = [row for row in rows if all(row.step < start for segment, start in starts.items() if segment > row.segment)]
     return sorted(kept, key=lambda row: row.step)
+
+
+def _counting(session: Session, ids: Sequence[str], rows: Iterable[OfStep]) -> dict[str, list[OfStep]]:
+    """The rows that count, by run, in order of steps."""
+    by_run: defaultdict[str, list[OfStep]] = defaultdict(list)
+    for row in rows:
+        by_run[row.experiment_id].append(row)
+    starts = _segment_starts(session, ids)
+    return {one: newest(by_run[one], starts[one]) for one in ids}
 
 
 def _segment_starts(session: Session, ids: Sequence[str]) -> defaultdict[str, dict[int, int]]:
@@ -713,6 +763,15 @@ def _settings(blueprint: Blueprint) -> dict[str, Any]:
     return dict(sorted({**dict(opened("", blueprint.controls)), **dict(opened("", blueprint.params))}.items()))
 
 
+class _Reward(NamedTuple):
+    """What a list of runs shows of a training reward."""
+
+    experiment_id: str
+    segment: int
+    step: int
+    value: float | None
+
+
 def _rewards(session: Session, ids: Sequence[str]) -> dict[str, tuple[int, tuple[float | None, ...]]]:
     """Updates done and training rewards, by run."""
     steps: dict[str, int] = dict.fromkeys(ids, 0)
@@ -723,15 +782,12 @@ def _rewards(session: Session, ids: Sequence[str]) -> dict[str, tuple[int, tuple
             .group_by(col(MetricPoint.experiment_id))
         ).all()
     )
-    rows = session.exec(
-        select(MetricPoint).where(col(MetricPoint.experiment_id).in_(ids), MetricPoint.name == REWARD)
+    shown = (col(getattr(MetricPoint, name)) for name in _Reward._fields)
+    found = session.execute(
+        sa_select(*shown).where(col(MetricPoint.experiment_id).in_(ids), col(MetricPoint.name) == REWARD)
     ).all()
-    by_run: dict[str, list[MetricPoint]] = defaultdict(list)
-    for row in rows:
-        by_run[row.experiment_id].append(row)
-    return {
-        one: (steps[one], tuple(row.value for row in newest(by_run[one], segment_starts(by_run[one])))) for one in ids
-    }
+    rows = _counting(session, ids, [_Reward(*row) for row in found])
+    return {one: (steps[one], tuple(row.value for row in rows[one])) for one in ids}
 
 
 def _causes(session: Session, ids: Sequence[str]) -> dict[str, str]:

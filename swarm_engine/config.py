@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
@@ -95,9 +95,9 @@ class Schedule(StrEnum):
 
     CONSTANT = "constant"
     LINEAR = "linear"
-    """Down to zero in a line, at `total_updates`."""
+    """Down in a line; `total_updates` is the last update whose rate is above zero."""
     COSINE = "cosine"
-    """Down to zero on half a cosine, at `total_updates`."""
+    """The same on half a cosine."""
 
 
 class BestBy(StrEnum):
@@ -128,13 +128,6 @@ class History(StrEnum):
     results); there the template is followed, and the request starts a timeline of its own."""
     APPEND = "append"
     """The recorded ids, whatever the template takes out of history."""
-
-
-class CollectionRule(StrEnum):
-    """When the batch is full."""
-
-    TASKS = "tasks"
-    """`tasks_per_update` complete groups."""
 
 
 class SamplerConfig(Frozen):
@@ -251,7 +244,7 @@ class TrainerConfig(Frozen):
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     clip_low: float | None = Field(None, ge=0, lt=1)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; see `OffPolicy` for what it is a ratio to."""
     clip_high: float | None = Field(None, ge=0)
     normalize_by_std: bool | None = None
     """Divide advantages by the standard deviation of what they are measured against."""
@@ -300,7 +293,8 @@ class TrainerConfig(Frozen):
     """Updates over which the learning rate rises in a line; the first after them has all of it."""
     lr_schedule: Schedule = Schedule.CONSTANT
     total_updates: int = Field(1000, ge=1)
-    """The last update of a schedule that falls; the learning rate is zero after it. `constant` does not read it."""
+    """The last update of a schedule that falls; after it the rate is zero and updates change nothing. `constant` does
+    not read it."""
 
     @property
     def is_asynchronous(self) -> bool:
@@ -316,6 +310,16 @@ class TrainerConfig(Frozen):
     def _tools_matter_to_text(self) -> Self:
         if self.ignore_tools is not None and self.merge is not Merge.TEXT:
             raise ValueError(f"trainer.ignore_tools goes with merge: text, not {self.merge}; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
+    def _a_schedule_has_room_to_fall(self) -> Self:
+        if self.lr_schedule is not Schedule.CONSTANT and self.warmup_updates >= self.total_updates:
+            raise ValueError(
+                f"trainer.warmup_updates is {self.warmup_updates} and trainer.total_updates is {self.total_updates}, "
+                f"so lr_schedule {self.lr_schedule} would be at zero where the warmup ends; lower warmup_updates or "
+                "raise total_updates"
+            )
         return self
 
     @model_validator(mode="after")
@@ -399,6 +403,7 @@ class LoraConfig(Frozen):
     alpha: float = Field(32.0, gt=0)
     """What a branch adds is scaled by alpha / rank."""
     targets: tuple[Target, ...] = tuple(Target)
+    """Kept in the order of `Target`, however they are named."""
 
     @model_validator(mode="before")
     @classmethod
@@ -409,14 +414,14 @@ class LoraConfig(Frozen):
                     raise ValueError(f"lora.{name} is {given[name]}, but {why}; leave it out")
         return given
 
-    @model_validator(mode="after")
-    def _targets_are_some(self) -> Self:
-        if not self.targets or len(set(self.targets)) != len(self.targets):
+    @field_validator("targets")
+    @classmethod
+    def _targets_are_a_set(cls, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+        if not targets or len(set(targets)) != len(targets):
             raise ValueError(
-                f"lora.targets is {[str(one) for one in self.targets]}; name each once, one at least, of "
-                f"{', '.join(Target)}"
+                f"lora.targets is {[str(one) for one in targets]}; name each once, one at least, of {', '.join(Target)}"
             )
-        return self
+        return tuple(target for target in Target if target in targets)
 
 
 class PolicyConfig(Frozen):
@@ -516,7 +521,6 @@ class EngineConfig(Frozen):
     """Every call is computed alone and its numbers depend on nothing else, so that a run repeats itself bit for bit."""
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"policy": PolicyConfig()})
     """By name; a call says which of them answers."""
-    rule: CollectionRule = CollectionRule.TASKS
     episode_timeout_s: float = Field(600.0, gt=0)
     """An episode that runs longer than this ends as `timeout`, and its place in the group is given out again."""
     lease_s: float = Field(60.0, gt=0)

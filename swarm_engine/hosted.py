@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder
 from swarm_engine.models.loading import CPU, LoadedPolicy, adapt, load_adapter, load_policy, read_json, weights_sha256
 from swarm_engine.models.lora import ADAPTER_CONFIG, read_peft_config
-from swarm_engine.protocol import PolicyReady, Updated
+from swarm_engine.protocol import PolicyReady, StartWeights, Updated
 from swarm_engine.sampler import Reply, Sampler
 from swarm_engine.sampler.agreement import Probe, check_agreement
 from swarm_engine.sampler.grammar import Grammars
@@ -60,6 +60,11 @@ class Start:
             raise ModelError(f"model {policy.model!r} is an adapter of another form than lora says; leave lora out")
         return Start(base, resolve(base, model_root), lora, path)
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Of all that is read from disk."""
+        return (self.path,) if self.adapter is None else (self.path, self.adapter)
+
 
 def load_policies(config: EngineConfig, model_root: str, device: torch.device = CPU) -> dict[str, LoadedPolicy]:
     """The start weights of every policy, by name. What is frozen is in memory once, whoever serves it.
@@ -74,13 +79,15 @@ def load_policies(config: EngineConfig, model_root: str, device: torch.device = 
         start = Start.of(policy, model_root)
         if policy.trainable and start.lora is None:
             loaded[name] = load_policy(start.path, device=device)
-            continue
-        if start.path not in frozen:
-            frozen[start.path] = load_policy(start.path, device=device)
-            frozen[start.path].model.requires_grad_(False)
-        loaded[name] = frozen[start.path]
+        else:
+            if start.path not in frozen:
+                frozen[start.path] = load_policy(start.path, device=device)
+                frozen[start.path].model.requires_grad_(False)
+            loaded[name] = frozen[start.path]
+        hashes |= {path: weights_sha256(path) for path in start.paths if path not in hashes}
+        start_weights = tuple(StartWeights(str(path), hashes[path]) for path in start.paths)
+        loaded[name] = replace(loaded[name], start_weights=start_weights)
         if start.lora is not None:
-            hashes[start.path] = hashes.get(start.path) or weights_sha256(start.path)
             seed = derive_seed(config.seed, "lora", name)
             loaded[name] = adapt(loaded[name], start.model, hashes[start.path], start.lora, seed)
             if start.adapter is not None:
@@ -163,6 +170,7 @@ class HostedPolicy:
             tokenizer_dir=str(self.policy.tokenizer_dir),
             end_ids=self.policy.end_ids,
             max_context=self.policy.max_context,
+            start_weights=self.policy.start_weights,
         )
 
     def train(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:

@@ -39,6 +39,15 @@ class Boot:
 
 
 @dataclass(frozen=True, slots=True)
+class StartWeights:
+    """Weights on disk that a policy begins with."""
+
+    path: str
+    """A folder, or one file of shipped weights."""
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyReady:
     """A loaded policy, as the front needs to know it."""
 
@@ -50,6 +59,8 @@ class PolicyReady:
     end_ids: tuple[int, ...]
     max_context: int
     """Tokens of prompt and reply together."""
+    start_weights: tuple[StartWeights, ...] = ()
+    """The model's, then the adapter's where it goes on from one; empty where nobody looked."""
 
 
 @dataclass(frozen=True, slots=True)

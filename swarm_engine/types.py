@@ -114,7 +114,7 @@ class Span:
     logprobs: tuple[float, ...]
     """Log-probability in nats of each token under the distribution it was sampled from."""
     policy_versions: tuple[int, ...]
-    """Optimizer step of the weights that sampled each token."""
+    """Updates in the weights that sampled each token."""
     temperature: float
     is_trained: bool = True
     """False where the call is context only; see `Call.untrained_because`."""
@@ -245,7 +245,7 @@ class Episode:
     """Place in its group, from 0."""
     mode: Mode
     policy_version: int
-    """Optimizer step whose weights served its claim."""
+    """Updates in the weights that served its claim."""
     calls: tuple[Call, ...]
     """In order of arrival."""
     rewards: Mapping[str, float | None]

@@ -95,6 +95,8 @@ def why_nothing_trained(metrics: Mapping[str, float | None], drops: Mapping[str,
         drops: of the same event.
     """
     if not metrics.get("skipped"):
+        if metrics.get("learning_rate") == 0:
+            return "nothing trained: the learning rate is 0, this is past trainer.total_updates"
         return None
     if metrics.get("nonfinite_gradient") or metrics.get("nonfinite_loss"):
         return "nothing trained: loss or gradient was not finite"

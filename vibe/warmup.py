@@ -329,10 +329,10 @@ def _clone(
     """Clone the conversations in this thread; returns the loss of each update, in nats."""
     import torch
 
-    from swarm_engine.trainer.cloning import Recipe, Sample, clone, encode
+    from swarm_engine.trainer.cloning import ClonedText, Recipe, clone, encode
 
     torch.set_num_threads(1)  # OpenMP counts by thread
-    samples: list[Sample] = []
+    samples: list[ClonedText] = []
     for conversation in conversations:
         check()
         samples += encode(codec, conversation)

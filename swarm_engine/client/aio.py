@@ -81,7 +81,7 @@ class Episode:
 
     @property
     def policy_version(self) -> int:
-        """Optimizer step of the weights at its claim."""
+        """Updates in the weights at its claim."""
         return self._lease.policy_version
 
     async def chat(

@@ -57,7 +57,8 @@ class PolicyStatus:
 class PoolStatus:
     """What the open batch holds."""
 
-    rule: str | None
+    rule: str
+    """When it is full: `tasks`, where every group is complete."""
     episodes: int
     tasks: int
     informative_tasks: int

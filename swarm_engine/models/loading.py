@@ -22,6 +22,7 @@ from swarm_engine.errors import ModelError
 from swarm_engine.folders import describe
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
+from swarm_engine.protocol import StartWeights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 """Copied with the weights where they are there."""
@@ -59,6 +60,8 @@ class LoadedPolicy:
     """Tokens that end a reply."""
     adapter: Adapter | None = None
     """None where its weights are its own."""
+    start_weights: tuple[StartWeights, ...] = ()
+    """What the engine began with; empty for a policy outside of one, whose files nobody hashed."""
 
     @property
     def max_context(self) -> int:
@@ -119,7 +122,7 @@ def _save_adapter(policy: LoadedPolicy, adapter: Adapter, folder: Path) -> None:
 
 
 def weights_sha256(path: Path) -> str:
-    """Of a model's weight files, those that `read_tensors` reads.
+    """Of the weight files of a model or an adapter.
 
     Raises:
         ModelError: one is missing.
@@ -178,9 +181,11 @@ def load_adapter(policy: LoadedPolicy, folder: Path) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold a model's weights."""
+    """The files that hold the weights of a model or an adapter."""
     if path.is_file():
         return [path]
+    if (path / ADAPTER_CONFIG).is_file():
+        return [path / ADAPTER_WEIGHTS]
     if (path / "model.safetensors.index.json").is_file():
         names = read_json(path / "model.safetensors.index.json")["weight_map"].values()
         return [path / Path(name).name for name in sorted(set(names))]

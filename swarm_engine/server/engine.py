@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from swarm_engine.errors import (
     CheckpointError,
     ConflictError,
     EngineUnavailableError,
+    ModelError,
     NotFoundError,
     SwarmEngineError,
     WorkerDiedError,
@@ -322,7 +324,12 @@ class Engine:
             for one in booted.policies
         }
         self._shown |= {name: Shown(policy.codec, policy.max_context) for name, policy in policies.items()}
-        known = self._known_policies() | {name: policy.ready for name, policy in policies.items()}
+        known = self._known_policies()
+        if not self.journal.is_untouched():
+            for name, policy in policies.items():
+                if name in known:
+                    _check_start_weights(known[name], policy.ready)
+        known |= {name: policy.ready for name, policy in policies.items()}
         self.journal.append(MetaWrite("policies", policies_ready.dump_json(known).decode()))
         teacher = None
         if config.teacher is not None:
@@ -623,7 +630,7 @@ class Engine:
             "checkpoint": {"step": self._saved_step or None, "error": self._save_error},
             "policies": loaded.versions() if loaded else {},
             "pool": {
-                "rule": config.rule if config else None,
+                "rule": "tasks",  # the only one there is: `tasks_per_update` complete groups
                 "episodes": counts.episodes if counts else 0,
                 "tasks": counts.tasks if counts else 0,
                 "informative_tasks": counts.informative_tasks if counts else 0,
@@ -678,7 +685,23 @@ def _continued(record: EpisodeRecord, policies: Mapping[str, ServedPolicy], *, i
 
 def _fixed_part(config: EngineConfig) -> dict[str, Any]:
     """What may not change in a run folder that is not untouched."""
-    fields: dict[str, Any] = {"seed": config.seed, "rule": config.rule}
+    fields: dict[str, Any] = {"seed": config.seed}
     fields["policies"] = {name: policy.model_dump() for name, policy in config.policies.items()}
     trainer = config.trainer.model_dump(exclude=CHANGEABLE_TRAINER_FIELDS)
     return fields | {f"trainer.{name}": value for name, value in trainer.items()}
+
+
+def _check_start_weights(before: PolicyReady, now: PolicyReady) -> None:
+    """Compare what a policy begins with to what it began with when the run folder was started last.
+
+    Raises:
+        ModelError: it is something else. Batches would be trained again to other weights, and references and frozen
+            opponents be others than before.
+    """
+    then_and_now = zip_longest(before.start_weights, now.start_weights)
+    changed = [one or old for old, one in then_and_now if old is None or one is None or old.sha256 != one.sha256]
+    if before.start_weights and changed:  # a run folder of an older version has none
+        raise ModelError(
+            f"policy {now.name!r} began with other weights than {changed[0].path} holds now",
+            "the run folder's batches are trained again from those: put them back, or use a new run folder",
+        )

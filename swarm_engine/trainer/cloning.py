@@ -4,6 +4,10 @@ Start weights come from it, and so does the control that trains on the warm-up d
 the text around them carries a small share of it. Reading a board well is most of what a tiny model has to learn, and
 one board teaches more about reading than the single token played on it: with a tenth a policy of 0.44 million
 parameters needed half the conversations to play tic-tac-toe legally.
+
+The optimizer is torch's AdamW and not the trainer's (`adamw`): the shipped start weights were made with it, down to the
+decay of gains and biases, and another order of sums would make others. Nothing here resumes, so nobody needs its state,
+and the seconds that its import takes are a worker's to mind, not a warm-up's.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ClonedText:
     """One conversation as token ids."""
 
     tokens: tuple[int, ...]
@@ -56,20 +60,20 @@ class Sample:
     """True for every token that the policy would have sampled, the one that ends a reply included."""
 
 
-def encode(codec: ChatCodec, conversation: Conversation) -> list[Sample]:
+def encode(codec: ChatCodec, conversation: Conversation) -> list[ClonedText]:
     """A conversation as the engine would have served it: every reply follows the prompt that asked for it.
 
     A template that rewrites history breaks the conversation into several samples, one for each stretch that only grows.
     """
     messages = [codec.protect(dict(message)) for message in conversation]
-    samples: list[Sample] = []
+    samples: list[ClonedText] = []
     text, tokens, is_reply = "", list[int](), list[bool]()
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = codec.render(messages[:place], add_generation_prompt=True)
         if not prompt.startswith(text):
-            samples.append(Sample(tuple(tokens), tuple(is_reply)))
+            samples.append(ClonedText(tuple(tokens), tuple(is_reply)))
             text, tokens, is_reply = "", [], []
         asked = codec.encode(prompt[len(text) :])
         closed = codec.render(messages[: place + 1], add_generation_prompt=False)
@@ -78,7 +82,7 @@ def encode(codec: ChatCodec, conversation: Conversation) -> list[Sample]:
         is_reply += [False] * len(asked) + [True] * len(said)
         text = prompt + codec.show(said)
     if tokens:
-        samples.append(Sample(tuple(tokens), tuple(is_reply)))
+        samples.append(ClonedText(tuple(tokens), tuple(is_reply)))
     return samples
 
 
@@ -91,7 +95,7 @@ def _reply(codec: ChatCodec, text: str) -> tuple[int, ...]:
     return (*tokens, min(codec.end_ids))
 
 
-def loss_of(model: Decoder, samples: Sequence[Sample], context_weight: float) -> Tensor:
+def loss_of(model: Decoder, samples: Sequence[ClonedText], context_weight: float) -> Tensor:
     """Mean negative log-likelihood in nats, a token of a reply weighing 1 and any other `context_weight`."""
     length = max(len(sample.tokens) for sample in samples)
     tokens_B_T = torch.zeros(len(samples), length, dtype=torch.long)
@@ -109,7 +113,7 @@ def loss_of(model: Decoder, samples: Sequence[Sample], context_weight: float) ->
 
 def clone(
     model: Decoder,
-    samples: Sequence[Sample],
+    samples: Sequence[ClonedText],
     recipe: Recipe,
     seed: int,
     on_update: Callable[[int, float], None] | None = None,
@@ -131,7 +135,7 @@ def clone(
     losses: list[float] = []
     for update, batch in zip(range(recipe.num_updates), batches(samples, recipe.batch_size, seed), strict=False):
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * schedule(update, recipe)
+            group["lr"] = recipe.learning_rate * rate_share(update, recipe)
         loss = loss_of(model, batch, recipe.context_weight)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -143,13 +147,13 @@ def clone(
     return losses
 
 
-def schedule(update: int, recipe: Recipe) -> float:
+def rate_share(update: int, recipe: Recipe) -> float:
     """Share of the peak learning rate at an update, counted from 0."""
     rising = min(1.0, (update + 1) / max(recipe.num_warmup_updates, 1))
     return rising * (1 - update / recipe.num_updates)
 
 
-def batches(samples: Sequence[Sample], batch_size: int, seed: int) -> Iterator[list[Sample]]:
+def batches(samples: Sequence[ClonedText], batch_size: int, seed: int) -> Iterator[list[ClonedText]]:
     """Batches without end: every pass in a new order, neighbours of like length together."""
     chance = random.Random(derive_seed("cloning", seed))
     while True:

@@ -125,7 +125,7 @@ def make_samples(
     its siblings.
 
     Args:
-        version: optimizer step of the weights about to be trained.
+        version: updates in the weights about to be trained.
         max_context: tokens that the model takes; no merged timeline has more.
     """
     knobs, method = config.knobs, METHODS[config.algorithm]

@@ -11,15 +11,15 @@ from swarm_engine.config import Schedule, TrainerConfig
 def learning_rate(config: TrainerConfig, step: int) -> float:
     """The rate of the update that makes the weights of `step`, which is 1 for the first.
 
-    Skipped updates count too, for the step numbers batches.
+    Skipped updates count too, for the step numbers batches. A schedule that falls is at zero from the update after
+    `total_updates` on.
     """
     if step <= config.warmup_updates:
         return config.learning_rate * step / (config.warmup_updates + 1)
-    span = max(1, config.total_updates - config.warmup_updates)
-    progress = min(1.0, (step - 1 - config.warmup_updates) / span)
+    if config.lr_schedule is Schedule.CONSTANT:
+        return config.learning_rate
+    progress = min(1.0, (step - 1 - config.warmup_updates) / (config.total_updates - config.warmup_updates))
     match config.lr_schedule:
-        case Schedule.CONSTANT:
-            return config.learning_rate
         case Schedule.LINEAR:
             return config.learning_rate * (1 - progress)
         case Schedule.COSINE:

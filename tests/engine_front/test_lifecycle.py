@@ -148,6 +148,7 @@ def test_a_stopped_engine_goes_on_with_what_it_had(serving: Callable[..., Served
 def test_the_status_counts_kept_episodes_while_nothing_is_started(tmp_path: Path) -> None:
     with serve_thread(tmp_path / "run") as first, first.client() as client:
         assert client.status().pool.targets["episodes"] == 0
+        assert client.status().pool.rule == "tasks"
         client.start(CONFIG, wait=True)
         play(client, "a", "b", "c")
         wait_for_step(client, 1)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import Process, serve_process, serve_thread
+from safetensors.torch import load_file, save_file
 from test_lifecycle import wait_for_state, wait_for_step
 from tiny_model import build_tiny_model
 from typer.testing import CliRunner
@@ -26,7 +30,9 @@ from swarm_engine.client import (
     SyncEpisode,
     Task,
 )
+from swarm_engine.config import LoraConfig
 from swarm_engine.folders import find_checkpoints
+from swarm_engine.models.loading import adapt, load_policy, save_policy
 from swarm_engine.server.checkpoints import best_step
 from swarm_engine.server.worker_link import WORKER_COMMAND
 from swarm_engine.types import EngineState, Mode
@@ -176,6 +182,91 @@ def test_a_damaged_checkpoint_is_trained_again_from_the_one_before_to_the_same_b
         model.write_text(model.read_text().replace("1e-06", "1e-05"))
         with pytest.raises(SwarmUnavailableError, match=r"of another model than .* rms_norm_eps is 1e-06 in its"):
             client.start(wait=True)
+
+
+# Start weights
+
+
+def move(folder: Path, file: str = "model.safetensors") -> Callable[[], None]:
+    """Add 0.5 to all weights of a folder; what is returned puts them back."""
+    weights = folder / file
+    before = weights.read_bytes()
+    save_file({name: tensor + 0.5 for name, tensor in load_file(weights).items()}, weights)
+
+    def put_back() -> None:
+        weights.write_bytes(before)
+
+    return put_back
+
+
+def refusal(client: SwarmClient) -> str:
+    """Why a start does not come to its end."""
+    with pytest.raises(SwarmUnavailableError) as refused:
+        client.start(wait=True)
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_a_start_from_other_weights_than_the_run_began_with_is_refused_until_they_are_back(tmp_path: Path) -> None:
+    run_dir = prepared(tmp_path / "run")
+    models = run_dir / "models"
+    for name in ("rival", "base", "adapter"):
+        build_tiny_model(models / name)
+    save_policy(adapt(load_policy(models / "base"), "base", "", LoraConfig(rank=2), seed=0), models / "adapter")
+    for file in ("model.safetensors", "base.json"):
+        (models / "adapter" / file).unlink()
+    policies = {
+        "policy": {"model": "tiny"},
+        "rival": {"model": "rival", "trainable": False},
+        "branch": {"model": "base", "lora": {"rank": 2}},
+        "old": {"model": "adapter", "trainable": False},
+    }
+    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+        client.start({**CONFIG, "policies": policies, "trainer": {**TRAINER, "checkpoint_every": 99}}, wait=True)
+        client.stop()
+        move(models / "tiny")
+        client.start(wait=True)  # nothing was made from the weights of before
+        for reward in (0.0, 1.0):
+            client.episode("t").end(reward=reward)
+        wait_for_step(client, 1)
+        (worker,) = (one for one in psutil.Process().children() if "swarm_engine.worker" in one.cmdline())
+        worker.kill()
+        wait_for_state(client, EngineState.FAILED)
+        # Before the first checkpoint: the batch would be trained again from whatever there is.
+        for policy, folder, file in (
+            ("policy", "tiny", "model.safetensors"),
+            ("rival", "rival", "model.safetensors"),
+            ("branch", "base", "model.safetensors"),
+            ("old", "adapter", "adapter_model.safetensors"),
+        ):
+            put_back = move(models / folder, file)
+            said = refusal(client)
+            assert f"policy '{policy}' began with other weights than {models / folder} holds now; " in said
+            assert "put them back, or use a new run folder" in said
+            put_back()
+        client.start(wait=True)
+        client.stop()
+        assert find_checkpoints(run_dir / "checkpoints")[-1].step == 1
+        put_back = move(models / "tiny")
+        assert "policy 'policy' began with other weights" in refusal(client), "from a checkpoint too"
+
+
+def test_a_run_folder_that_does_not_know_its_start_weights_learns_them_at_the_next_start(tmp_path: Path) -> None:
+    run_dir = prepared(tmp_path / "run")
+    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+        client.start(CONFIG, wait=True)
+        train(client, 1.0)
+        client.stop()
+    with contextlib.closing(sqlite3.connect(run_dir / "journal.db")) as database, database:
+        ((text,),) = database.execute("SELECT value FROM meta WHERE key = 'policies'")
+        known = json.loads(text)
+        assert known["policy"].pop("start_weights")
+        database.execute("UPDATE meta SET value = ? WHERE key = 'policies'", (json.dumps(known),))
+    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+        assert client.start(wait=True).step == 1
+        client.stop()
+        move(run_dir / "models" / "tiny")
+        assert "policy 'policy' began with other weights" in refusal(client)
 
 
 # Full disks

@@ -117,7 +117,15 @@ def test_schedules_by_hand() -> None:
     assert rates(1, 2, 3, 4, 5, 99, **falling) == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0, 0.0])
     assert rates(1, 2, 3, 4, 5, warmup_updates=2, **falling) == pytest.approx([0.8 / 3, 1.6 / 3, 0.8, 0.4, 0.0])
     assert rates(1, 3, 5, lr_schedule="cosine", total_updates=4) == pytest.approx([0.8, 0.4, 0.0])
-    assert rates(1, 2, 3, warmup_updates=5, lr_schedule="linear", total_updates=2)[2] == pytest.approx(0.4)
+    assert rates(1, 2, 3, warmup_updates=1, lr_schedule="linear", total_updates=2) == pytest.approx([0.4, 0.8, 0.0])
+    assert rates(2, 3, 4, warmup_updates=2, total_updates=2) == pytest.approx([1.6 / 3, 0.8, 0.8])
+
+
+@pytest.mark.parametrize("warmup", [4, 5])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_that_would_be_at_zero_where_its_warmup_ends_is_refused(schedule: str, warmup: int) -> None:
+    with pytest.raises(ValueError, match=f"warmup_updates is {warmup} and trainer.total_updates is 4, so .* lower"):
+        TrainerConfig.model_validate({"lr_schedule": schedule, "warmup_updates": warmup, "total_updates": 4})
 
 
 def test_a_checkpoint_is_a_model_that_loads_on_its_own(tiny: LoadedPolicy, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tiny_model import build_tiny_model
 
 from swarm_engine.config import LoraConfig, PolicyConfig, Target
 from swarm_engine.errors import ModelError
+from swarm_engine.hosted import Start
 from swarm_engine.models.decoder import Decoder, attend_causally
 from swarm_engine.models.loading import LoadedPolicy, adapt, load_policy, save_policy
 from swarm_engine.models.lora import LowRank, Projection, read_peft_config
@@ -188,6 +189,18 @@ def test_another_kind_of_adapter_is_refused(changes: dict[str, Any], message: st
     assert read_peft_config(found | plain, "here") == (LoraConfig(rank=2, alpha=4, targets=(Target.Q,)), "b")
     with pytest.raises(ModelError, match=message):
         read_peft_config(found | changes, "here")
+
+
+def test_the_order_in_which_targets_are_named_makes_no_other_adapter(tiny: LoadedPolicy, tmp_path: Path) -> None:
+    lora = LoraConfig.model_validate({"rank": 4, "alpha": 8.0, "targets": ["v_proj", "q_proj"]})
+    assert lora.targets == (Target.Q, Target.V)
+    assert lora == LoraConfig(rank=4, alpha=8.0, targets=(Target.Q, Target.V))
+    for name in ("base", "mine"):
+        (tmp_path / name).mkdir()
+    save_policy(adapt(tiny, "base", "0" * 64, lora, seed=3), tmp_path / "mine")
+    for named in (["v_proj", "q_proj"], ["q_proj", "v_proj"]):
+        again = {"model": "mine", "lora": {"rank": 4, "alpha": 8.0, "targets": named}}
+        assert Start.of(PolicyConfig.model_validate(again), str(tmp_path)).adapter == tmp_path / "mine"
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from episodes import call, conversations, episode
 from safetensors.torch import load_file
 from worker_process import WorkerProcess
 
-from swarm_engine.config import Merge, TrainerConfig
+from swarm_engine import hosted
+from swarm_engine.config import EngineConfig, Merge, TrainerConfig
 from swarm_engine.errors import ModelError, WorkerError
 from swarm_engine.models.decoder import Decoder, attend_causally
-from swarm_engine.models.loading import load_policy
+from swarm_engine.models.loading import load_policy, weights_sha256
 from swarm_engine.protocol import (
     Boot,
     Export,
@@ -30,6 +31,7 @@ from swarm_engine.protocol import (
     Sampled,
     Save,
     Saved,
+    StartWeights,
     Update,
     Updated,
 )
@@ -215,6 +217,30 @@ def test_no_way_of_merging_changes_what_an_adapter_learns(tiny_dir: Path, merge:
         trainer.update(BatchRecord(1, (), 0), conversations(1))
         found.append(torch.cat([one.detach().flatten() for one in model.parameters() if one.requires_grad]))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-9
+
+
+# Start weights
+
+
+def test_what_policies_begin_with_is_hashed_once_a_file(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def counted(path: Path) -> str:
+        read.append(path)
+        return weights_sha256(path)
+
+    monkeypatch.setattr(hosted, "weights_sha256", counted)
+    policies = {**THREE, "whole": {"model": "tiny"}, "other": {"model": "tiny"}, "nano": {"model": "nano-spy"}}
+    config = EngineConfig.model_validate({"policies": policies})
+    loaded = hosted.load_policies(config, str(tiny_dir.parent))
+    file = hashlib.sha256((tiny_dir / "model.safetensors").read_bytes()).hexdigest()
+    tiny = (StartWeights(str(tiny_dir), hashlib.sha256(file.encode()).hexdigest()),)
+    assert {name: one.start_weights for name, one in loaded.items() if name != "nano"} == dict.fromkeys(
+        policies.keys() - {"nano"}, tiny
+    )
+    (nano,) = loaded["nano"].start_weights
+    assert nano.path.endswith("weights/spy.safetensors")
+    assert sorted(read) == sorted([tiny_dir, Path(nano.path)])
 
 
 # Sampling

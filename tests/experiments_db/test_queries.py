@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import event
 from sqlmodel import Session
 
 from experiments_db.derive import Event, store
@@ -32,11 +33,13 @@ from experiments_db.queries import (
     evaluations,
     find_run,
     held_out_curve,
+    left_out,
     list_runs,
     natural,
     newest,
     segment_starts,
     show_run,
+    warnings,
 )
 from experiments_db.writes import (
     add_artifact,
@@ -460,6 +463,61 @@ def test_warnings_and_what_was_left_out_are_told_as_they_count(database: Databas
     )
     assert detail.left_out == {"alone": 3, "stale": 3}
     assert (other.warnings, other.left_out) == ((), {})
+
+
+class Counted(str):
+    """An id that counts how often it is compared with another text."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_many_runs_are_told_of_without_comparing_every_row_with_every_run(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 runs with 5 rows of each kind: a row is looked up among runs a few times, not 20."""
+    ill = {"policy": "", "kind": "flat", "value": 1.0, "limit": 1.0, "message": "flat"}
+    with database.write() as session:
+        runs = [create_single_run(session, "vibe", "q", "nim", {"size": size}) for size in range(20)]
+        for run in runs:
+            told = Told(session, run)
+            for step in range(1, 6):
+                told.tell("step", step=step, metrics={"loss": 0.0}, drops={"alone": step}, health=[ill])
+            told.done()
+    monkeypatch.setattr(Counted, "num_compared", 0)
+    with database.read() as session:
+        ids = [Counted(run) for run in runs]
+        warned, left = warnings(session, ids), left_out(session, ids)
+    once = Warned("flat", "", first_step=1, last_step=5, num_steps=5, value=1.0, message="flat")
+    assert warned == dict.fromkeys(runs, (once,))
+    assert left == {run: {"alone": 15} for run in runs}
+    assert Counted.num_compared < 10 * 20 * 5
+
+
+def test_a_list_of_runs_reads_no_message_of_their_warnings(database: Database) -> None:
+    read: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        read.append(statement)
+
+    with database.write() as session:
+        run = create_single_run(session, "vibe", "q", "nim", {})
+        told = Told(session, run)
+        ill = {"policy": "", "kind": "flat", "value": 1.0, "limit": 1.0, "message": "flat"}
+        told.tell("step", step=1, metrics={"reward_mean": 0.5, "loss": 1.0}, health=[ill])
+        told.done()
+    with database.read() as session:
+        event.listen(session.get_bind(), "before_cursor_execute", note)
+        (listed,) = list_runs(session)
+        event.remove(session.get_bind(), "before_cursor_execute", note)
+    assert (listed.warned_of, listed.rewards) == (("flat",), (0.5,))
+    assert any("health_warning.kind" in statement for statement in read)
+    assert not any("health_warning.message" in statement for statement in read)
 
 
 def test_a_comparison_says_what_differs_and_counts_failed_runs(database: Database, study: Study) -> None:

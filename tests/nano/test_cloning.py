@@ -15,15 +15,15 @@ from swarm_engine.protocol import Generate, Sampled
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.trainer.cloning import (
+    ClonedText,
     CloningError,
     Recipe,
-    Sample,
     batches,
     clone,
     encode,
     loss_of,
     randomize,
-    schedule,
+    rate_share,
 )
 from swarm_engine.types import SamplingParams
 
@@ -92,7 +92,7 @@ def test_text_that_spells_a_control_token_forges_no_end(folder: Path) -> None:
 
 def test_the_loss_weighs_replies_one_and_context_as_told(folder: Path) -> None:
     policy, _ = load(folder)
-    sample = Sample((5, 9, 11, 7), (False, False, True, True))
+    sample = ClonedText((5, 9, 11, 7), (False, False, True, True))
     with torch.no_grad():
         policy.model.embedding.zero_()  # every token is equally likely: ln 420 nats each
         nats = torch.log(torch.tensor(420.0)).item()
@@ -134,7 +134,7 @@ def test_the_same_arguments_give_the_same_weights_and_another_seed_others(folder
 
 
 def test_every_pass_holds_every_sample_once() -> None:
-    samples = [Sample((1,) * (1 + index % 7), (True,) * (1 + index % 7)) for index in range(100)]
+    samples = [ClonedText((1,) * (1 + index % 7), (True,) * (1 + index % 7)) for index in range(100)]
     stream = batches(samples, 16, seed=3)
     for _ in range(2):
         seen: Counter[int] = Counter()
@@ -145,7 +145,7 @@ def test_every_pass_holds_every_sample_once() -> None:
 
 def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
     recipe = Recipe(100, num_warmup_updates=10)
-    shares = [schedule(update, recipe) for update in range(100)]
+    shares = [rate_share(update, recipe) for update in range(100)]
     assert shares[0] == pytest.approx(0.1)
     assert max(shares) == shares[9]
     assert shares[99] == pytest.approx(0.01)
@@ -154,7 +154,7 @@ def test_the_learning_rate_rises_then_falls_to_nothing() -> None:
 def test_nothing_to_clone_is_an_error(folder: Path) -> None:
     policy, _ = load(folder)
     with pytest.raises(CloningError, match="no conversation holds a reply"):
-        clone(policy.model, [Sample((1, 2), (False, False))], Recipe(1), seed=0)
+        clone(policy.model, [ClonedText((1, 2), (False, False))], Recipe(1), seed=0)
     with pytest.raises(CloningError):
         clone(policy.model, [], Recipe(1), seed=0)
 
