@@ -13,14 +13,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swarm_engine.errors import shown
+
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
 FORMAT = 3
+MANIFEST_FIELDS = {"step": int, "run_id": str, "files": dict}
 PARTIAL = ".partial"
 """Ends the name of a folder that is being filled, which begins with a dot."""
 
@@ -49,7 +52,7 @@ def find_checkpoints(root: Path) -> list[Checkpoint]:
     """Every checkpoint with a manifest, oldest first. Their files are not looked into, for that takes long."""
     found = []
     for _, path in numbered_folders(root):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # `damage` says what is wrong with it
+        with contextlib.suppress(OSError, ValueError):  # `damage` says what is wrong with it
             manifest = _read_manifest(path)
             found.append(Checkpoint(path, manifest["step"], manifest["run_id"]))
     return found
@@ -66,15 +69,14 @@ def numbered_folders(root: Path) -> list[tuple[int, Path]]:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None where every file is as its manifest says."""
     try:
-        files: Mapping[str, Any] = _read_manifest(path)["files"]
-        for name, described in files.items():
+        for name, described in _read_manifest(path)["files"].items():
             if not (path / name).is_file():
                 return f"{name} is missing"
             if describe(path / name) != described:
                 return f"{name} is not what was written"
     except FileNotFoundError:
         return f"it has no {MANIFEST}, so its writing or its removal was cut short"
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return f"its {MANIFEST} can't be read ({error})"
     return None
 
@@ -93,9 +95,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: there is none.
     """
-    manifest = json.loads((folder / MANIFEST).read_text())
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"this version reads format {FORMAT}")
+    for name, kind in MANIFEST_FIELDS.items():
+        if type(manifest.get(name)) is not kind or manifest[name] in ("", {}):
+            raise ValueError(f"its {name} is {shown(manifest.get(name))}")
     if (made_as := checkpoint_path(folder.parent, manifest["step"])) != folder:
         raise ValueError(f"it was made as {made_as.name}")
     return manifest

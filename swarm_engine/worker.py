@@ -233,7 +233,7 @@ class Engine:
         if export.policy not in self.policies:
             there = ", ".join(map(repr, self.policies))
             return Saved(self.step, None, f"there is no policy {export.policy!r} here; this worker serves {there}")
-        if target.exists():
+        if os.path.lexists(target):
             return Saved(self.step, None, f"{target} is there already; name another folder")
         policy = self.policies[export.policy].policy
         if export.is_merged and policy.adapter is None:
@@ -242,7 +242,8 @@ class Engine:
             with whole_folder(target) as folder:
                 save_policy(policy, folder, is_merged=export.is_merged)
         except (OSError, SafetensorError) as error:
-            return Saved(self.step, None, f"policy {export.policy!r} could not be written to {target}: {error}")
+            why = f"policy {export.policy!r} could not be written to {target}: {error}; make room and ask again"
+            return Saved(self.step, None, why)
         return Saved(self.step, str(target))
 
 

@@ -100,7 +100,9 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def on_fault(_: Request, __: Exception) -> JSONResponse:
-        return answer(InternalError())
+        response = answer(InternalError())
+        response.headers["connection"] = "close"  # uvicorn closes it behind a fault, so a client must not use it again
+        return response
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 from collections import Counter
@@ -245,7 +246,7 @@ class Engine:
         await self.journal.flush()
 
     async def _save_before_stop(self, link: WorkerLink) -> bool:
-        """Write a last checkpoint; whether the worker is free again."""
+        """Write a last checkpoint; whether the worker can be told to stop."""
         saving = asyncio.create_task(self._save(link), name="save")
         if not await self._let_finish(saving):
             saving.cancel()
@@ -254,7 +255,8 @@ class Engine:
         if isinstance(error := saving.exception(), WorkerDiedError):
             log.warning("no checkpoint at the stop: %s", error)
         elif error is not None:
-            raise error
+            log.error("no checkpoint at the stop; the next start trains again from the journal", exc_info=error)
+            return False
         return True
 
     async def _let_finish(self, task: asyncio.Task[Any]) -> bool:
@@ -562,7 +564,7 @@ class Engine:
             raise BadRequestError(f"export name {name!r} is no plain folder name", "it becomes a folder under exports/")
         folder = self.run_dir / "exports" / name
         async with self._folders:
-            if folder.exists():
+            if os.path.lexists(folder):
                 raise ConflictError(f"{folder} is there already", "name another folder", code="export_exists")
             if request.step is None and not request.best:
                 return _written(await self.loaded.link.export(Export(policy, str(folder), request.merged)))
@@ -669,7 +671,7 @@ class Engine:
 def _written(saved: Saved) -> Saved:
     """What was saved, or the error that says why it wasn't."""
     if saved.error is not None:
-        raise CheckpointError(saved.error, "make room or mend the run folder, and ask again")
+        raise CheckpointError(saved.error)
     return saved
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, Served, serve_thread
-from test_lifecycle import check_journal, play, wait_for_state, wait_for_step, wait_until
+from test_lifecycle import check_journal, play, wait_for_state, wait_for_step, wait_until, worker_of
 
 from swarm_engine.client import SwarmClient, SwarmRequestError
 from swarm_engine.server import engine as front_engine
@@ -67,3 +67,37 @@ def test_a_server_that_goes_down_skips_a_checkpoint_that_takes_too_long(
     with serve_thread(tmp_path / "run") as again, again.client() as client:
         assert client.start(wait=True).step == 1
     check_journal(tmp_path / "run")
+
+
+def test_a_stop_ends_the_worker_whatever_its_checkpoint_runs_into(
+    serving: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the disk is on fire")
+
+    served = serving()
+    with served.client() as client:
+        one_step(client)
+        worker = worker_of(served)
+        monkeypatch.setattr(front_engine, "best_checkpoint", broken)
+        assert client.stop().state is EngineState.OFFLINE
+        wait_until(lambda: not worker.is_running())
+        assert "no checkpoint at the stop" in caplog.text
+        monkeypatch.undo()
+        assert client.start(wait=True).step == 1
+    check_journal(served.run_dir)
+
+
+def test_a_client_goes_on_after_a_fault_of_the_server(
+    serving: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the disk is on fire")
+
+    with serving().client() as client:
+        monkeypatch.setattr(front_engine, "rate_checkpoints", broken)
+        for _ in range(3):
+            with pytest.raises(SwarmRequestError) as caught:
+                client.checkpoints()
+            assert caught.value.status == 500
+            assert client.status().state is EngineState.OFFLINE

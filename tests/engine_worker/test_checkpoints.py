@@ -173,6 +173,28 @@ def test_a_flipped_bit_anywhere_sends_the_start_back_to_the_checkpoint_before(
     assert newest(tmp_path) == ten
 
 
+@pytest.mark.parametrize(
+    ("manifest", "found"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("7", "reads format"),
+        ('{"format": 3, "step": null, "run_id": "r", "files": {"a": {}}}', "its step is None"),
+        ('{"format": 3, "step": true, "run_id": "r", "files": {"a": {}}}', "its step is True"),
+        ('{"format": 3, "step": 20, "files": {"a": {}}}', "its run_id is None"),
+        ('{"format": 3, "step": 20, "run_id": "", "files": {"a": {}}}', "its run_id is ''"),
+        ('{"format": 3, "step": 20, "run_id": "r", "files": {}}', "its files is {}"),
+        ('{"format": 3, "step": 20, "run_id": "r", "files": ["a"]}', "its files is ['a']"),
+    ],
+)
+def test_a_manifest_that_says_nothing_sends_the_start_back_to_the_checkpoint_before(
+    tiny: LoadedPolicy, tmp_path: Path, manifest: str, found: str
+) -> None:
+    ten, twenty = save(tmp_path, 10, tiny), save(tmp_path, 20, tiny)
+    (twenty.path / "manifest.json").write_text(manifest)
+    assert found in (damage(twenty.path) or "")
+    assert newest(tmp_path) == ten
+
+
 @pytest.mark.parametrize("lost", ["manifest.json", *IN_A_POLICY[1:]])
 def test_a_checkpoint_with_a_file_missing_is_none(tiny: LoadedPolicy, tmp_path: Path, lost: str) -> None:
     saved = save(tmp_path, 1, tiny)
