@@ -11,7 +11,7 @@ import asyncio
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -23,24 +23,35 @@ from swarm_engine.types import Call, Episode
 
 KEY_VARIABLE = "A3R_TEACHER_API_KEY"
 """Holds the key; unset sends none."""
-TIMEOUT_S = 120.0
-"""For one answer; a large teacher may have a queue."""
-PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Before each new attempt at a request that failed for want of the server, not for what was asked."""
 PASSING = frozenset({408, 409, 425, 429, *range(500, 600)})
 """Statuses after which the same request may succeed."""
-
+LOWEST_LOGPROB = -1e4
+"""In nats. The log-softmax of a real model stays far above it, and sums of what lies above it stay finite; an answer
+beyond it would be in the journal before the update that fails on it, and fail every start."""
 
 PROBE = "The quick brown fox jumps over 13 lazy dogs.\n"
 """What a teacher is asked about first, so that a wrong URL or tokenizer is told before anything is sampled."""
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a teacher is waited for."""
+
+    timeout_s: float = 120.0
+    """For one answer, from the request to its last byte; a large teacher may have a queue. What took longer is not
+    asked again: the teacher would begin anew, at the end of that queue."""
+    pauses_s: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 24.0)
+    """Before each new attempt at a request that failed for want of the server, not for what was asked."""
+    again_s: float = 60.0
+    """No attempt but the first begins later than this, however slowly the others failed."""
+
+
 class Teacher:
     """One teacher. Connections are opened for a batch and closed after it."""
 
-    def __init__(self, config: TeacherConfig, pauses_s: Sequence[float] = PAUSES_S) -> None:
+    def __init__(self, config: TeacherConfig, patience: Patience | None = None) -> None:
         self._config = config
-        self._pauses_s = pauses_s
+        self._patience = patience or Patience()
         key = os.environ.get(KEY_VARIABLE)
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
@@ -57,7 +68,7 @@ class Teacher:
         entries = answer["choices"][0]["prompt_logprobs"]
         for token, entry in zip(tokens[1:], entries[1:], strict=True):
             theirs, ours = entry[str(token)].get("decoded_token"), codec.decode([token])
-            if theirs is not None and theirs.strip() != ours.strip():
+            if theirs is not None and (not isinstance(theirs, str) or theirs.strip() != ours.strip()):
                 raise TeacherError(
                     f"the teacher reads token {token} as {shown(theirs)}, the policy as {shown(ours)}",
                     "distillation by token needs a teacher with the policy's tokenizer",
@@ -93,16 +104,28 @@ class Teacher:
 
     def _connect(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
-            base_url=self._config.base_url.rstrip("/") + "/", headers=self._headers, timeout=TIMEOUT_S
+            base_url=self._config.base_url.rstrip("/") + "/",
+            headers=self._headers,
+            timeout=None,  # httpx's is for one read, and a byte now and then keeps within it for ever
+            limits=httpx.Limits(max_connections=self._config.max_running),
         )
 
     async def _ask(self, http: httpx.AsyncClient, tokens: Sequence[int]) -> Any:
         """Its answer about some tokens."""
         where = f"the teacher at {self._config.base_url}"
         body = {"model": self._config.model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
-        for pause_s in (*self._pauses_s, None):
+        clock, patience = asyncio.get_running_loop().time, self._patience
+        last_start = clock() + patience.again_s
+        for pause_s in (*patience.pauses_s, math.inf):
             try:
-                response = await http.post("completions", json=body)
+                async with asyncio.timeout(patience.timeout_s):
+                    response = await http.post("completions", json=body)
+            except TimeoutError:
+                raise TeacherError(
+                    f"{where} has not answered about {len(tokens)} tokens within {patience.timeout_s:g} s",
+                    "see that it is not stuck, or lower teacher.max_running; then start the engine again: completed "
+                    "episodes are in the journal",
+                ) from None
             except httpx.HTTPError as error:
                 problem = f"{where} can't be reached: {error or type(error).__name__}"
             else:
@@ -111,8 +134,9 @@ class Teacher:
                 problem = f"{where} answers {response.status_code}: {shown(response.text)}"
                 if response.status_code not in PASSING:
                     raise TeacherError(problem, "see that teacher.model is served there and takes prompts of token ids")
-            if pause_s is not None:
-                await asyncio.sleep(pause_s)
+            if clock() + pause_s > last_start:
+                break
+            await asyncio.sleep(pause_s)
         raise TeacherError(problem, "start it, then the engine again: completed episodes are in the journal")
 
 
@@ -127,7 +151,7 @@ def with_teacher(episode: Episode, taught: Mapping[str, tuple[float, ...]]) -> E
 def _json(response: httpx.Response) -> Any:
     try:
         return response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # which no reader takes for an answer
 
 
@@ -142,13 +166,16 @@ def read_logprobs(answer: Any, tokens: Sequence[int], start: int) -> tuple[float
         found = tuple(
             float(entry[str(token)]["logprob"]) for entry, token in zip(entries[start:], tokens[start:], strict=True)
         )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
         raise TeacherError(
             f"the teacher's answer has no prompt_logprobs for every token ({type(error).__name__}: {error})",
             "it has to be served by vLLM, or by a server that answers completions as vLLM does",
         ) from error
-    if not all(math.isfinite(logprob) and logprob <= 0 for logprob in found):
-        raise TeacherError(
-            "the teacher's answer holds log-probabilities that are not finite or above 0", "look at its log"
-        )
+    for token, logprob in zip(tokens[start:], found, strict=True):
+        if not LOWEST_LOGPROB <= logprob <= 0:  # nor is what is not a number
+            raise TeacherError(
+                f"the teacher says that token {token} has a log-probability of {logprob:g} nats, and they go from "
+                f"{LOWEST_LOGPROB:g} to 0",
+                "look at its log",
+            )
     return found

@@ -24,7 +24,7 @@ from swarm_engine.errors import TeacherError
 from swarm_engine.models import resolve
 from swarm_engine.models.decoder import attend_causally
 from swarm_engine.models.loading import load_policy
-from swarm_engine.server.teacher import Teacher, read_logprobs
+from swarm_engine.server.teacher import Patience, Teacher
 from swarm_engine.server.worker_link import WORKER_COMMAND
 from swarm_engine.types import EngineState
 
@@ -257,15 +257,7 @@ def test_a_teacher_that_is_not_there_or_reads_other_tokens_is_told_at_the_start(
 
 
 def test_a_teacher_that_is_down_is_given_up_after_its_pauses() -> None:
-    teacher = Teacher(TeacherConfig(base_url="http://127.0.0.1:9/v1", model="large"), pauses_s=(0.0, 0.0))
+    teacher = Teacher(TeacherConfig(base_url="http://127.0.0.1:9/v1", model="large"), Patience(pauses_s=(0.0, 0.0)))
     batch = [episode("e", [call([5], [7])], 1.0)]
     with pytest.raises(TeacherError, match=r"at http://127.0.0.1:9/v1 can't be reached"):
         asyncio.run(teacher.judge(batch))
-
-
-@pytest.mark.parametrize("logprob", [float("nan"), 0.5, float("-inf")])
-def test_a_log_probability_that_is_none_is_refused(logprob: float) -> None:
-    answer = {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": logprob}}]}]}
-    with pytest.raises(TeacherError, match="not finite or above 0"):
-        read_logprobs(answer, [5, 7], 1)
-    assert read_logprobs({"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -1}}]}]}, [5, 7], 1) == (-1.0,)
