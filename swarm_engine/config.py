@@ -229,6 +229,14 @@ WEIGHT_BOUNDS: Mapping[OffPolicy, Mapping[str, float]] = {
 """The bounds that each correction reads, and its own values of them."""
 
 
+MAX_COUNT = 10**9
+"""Tokens or updates that any knob may name; far more than this has no float to be divided by."""
+MAX_WEIGHT = 1e3
+"""Of a term of the loss, beside 1 for the algorithm's own."""
+MAX_RATIO = 1e6
+"""Bound of a ratio that is as good as none; float32, which ratios are in, ends at 3.4e38."""
+
+
 class TrainerConfig(Frozen):
     """How a batch becomes an update. A knob that is None takes the algorithm's own value, see `OWN_VALUES`; one that
     the algorithm does not read is refused."""
@@ -241,58 +249,60 @@ class TrainerConfig(Frozen):
     learning_rate: float = Field(1e-3, gt=0, le=1)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    weight_decay: float = Field(0.0, ge=0, le=1e6)
+    """Times the learning rate, it is what a step takes off each matrix, so that product is below 1."""
+    max_grad_norm: float = Field(1.0, ge=1e-6, le=1e6)
+    """Below, a gradient would vanish beside AdamW's epsilon; above, its squares could leave float32."""
     clip_low: float | None = Field(None, ge=0, lt=1)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; see `OffPolicy` for what it is a ratio to."""
-    clip_high: float | None = Field(None, ge=0)
+    clip_high: float | None = Field(None, ge=0, le=MAX_RATIO)
     normalize_by_std: bool | None = None
     """Divide advantages by the standard deviation of what they are measured against."""
     aggregation: Aggregation | None = None
-    loss_length: int | None = Field(None, ge=1)
+    loss_length: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Tokens; what aggregation `constant` divides by."""
     epochs: int | None = Field(None, ge=1, le=64)
     """Times that a batch is gone through in one update."""
     minibatches: int | None = Field(None, ge=1, le=4096)
     """Optimizer steps an epoch, each with a share of the batch's samples; every epoch cuts them anew."""
-    kl_weight: float = Field(0.0, ge=0)
+    kl_weight: float = Field(0.0, ge=0, le=MAX_WEIGHT)
     """Pull towards the start weights; at 0 no reference policy is loaded."""
-    entropy_weight: float = Field(0.0, ge=0)
-    sft_weight: float | None = Field(None, ge=0)
+    entropy_weight: float = Field(0.0, ge=0, le=MAX_WEIGHT)
+    sft_weight: float | None = Field(None, ge=0, le=MAX_WEIGHT)
     """Weight of the negative log-likelihood of samples with a reward above zero, beside 1 for the algorithm's loss."""
-    teacher_weight: float | None = Field(None, ge=0)
+    teacher_weight: float | None = Field(None, ge=0, le=MAX_WEIGHT)
     """Weight of the teacher's word in a token's advantage: log(teacher / sampling), in nats, beside what rewards give.
     Needs `teacher`, which says whom to ask."""
-    overlong_limit: int | None = Field(None, ge=1)
+    overlong_limit: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Trained tokens of one agent in one episode beyond which 1 is taken off its reward; None punishes no length."""
-    overlong_margin: int | None = Field(None, ge=1)
+    overlong_margin: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Tokens before the limit over which that punishment grows in a line from 0; None takes a fifth of the limit."""
     off_policy: OffPolicy | None = None
     off_policy_low: float | None = Field(None, ge=0, le=1)
     """Bounds of a token's weight exp(proximal - sampling), which is 1 where the weights that sampled it are those that
     the update began with."""
-    off_policy_high: float | None = Field(None, ge=1)
-    max_staleness: int | None = Field(None, ge=0)
+    off_policy_high: float | None = Field(None, ge=1, le=MAX_RATIO)
+    max_staleness: int | None = Field(None, ge=0, le=MAX_COUNT)
     """Updates between the weights that sampled a sample's oldest trained token and those being trained; a sample beyond
     it is dropped as `stale`. Above 0 sampling goes on while an update runs, for as many batches ahead as this allows;
     None and 0 are on policy, and None drops none."""
     merge: Merge = Merge.TREE
     ignore_tools: bool | None = None
     """Whether calls that were offered other tools continue each other; only merging by text reads it, None is no."""
-    microbatch_tokens: int = Field(2048, ge=1)
+    microbatch_tokens: int = Field(2048, ge=1, le=MAX_COUNT)
     """Tokens, padding included, whose activations are held at once; never changes the gradient."""
-    checkpoint_every: int = Field(10, ge=1)
+    checkpoint_every: int = Field(10, ge=1, le=MAX_COUNT)
     """Updates between checkpoints."""
-    keep_last: int = Field(3, ge=1)
+    keep_last: int = Field(3, ge=1, le=MAX_COUNT)
     """Newest checkpoints that are kept; the best is kept beside them."""
     best_by: BestBy = BestBy.REWARD
     checkpoint_required: bool = False
     """Whether a checkpoint that can't be written fails the engine. Without one training goes on, and the status says
     so: nothing is lost, but the next start has more to train again."""
-    warmup_updates: int = Field(0, ge=0)
+    warmup_updates: int = Field(0, ge=0, le=MAX_COUNT)
     """Updates over which the learning rate rises in a line; the first after them has all of it."""
     lr_schedule: Schedule = Schedule.CONSTANT
-    total_updates: int = Field(1000, ge=1)
+    total_updates: int = Field(1000, ge=1, le=MAX_COUNT)
     """The last update of a schedule that falls; after it the rate is zero and updates change nothing. `constant` does
     not read it."""
 
@@ -319,6 +329,15 @@ class TrainerConfig(Frozen):
                 f"trainer.warmup_updates is {self.warmup_updates} and trainer.total_updates is {self.total_updates}, "
                 f"so lr_schedule {self.lr_schedule} would be at zero where the warmup ends; lower warmup_updates or "
                 "raise total_updates"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _decay_leaves_something(self) -> Self:
+        if (taken := self.learning_rate * self.weight_decay) >= 1:
+            raise ValueError(
+                f"trainer.weight_decay is {self.weight_decay:g} and trainer.learning_rate is {self.learning_rate:g}: "
+                f"every step would take {taken:g} times a weight off it, and the limit is below 1; lower one of them"
             )
         return self
 
@@ -400,7 +419,7 @@ class LoraConfig(Frozen):
     """Low-rank branches beside frozen matrices (Hu et al. 2021, arXiv:2106.09685)."""
 
     rank: int = Field(16, ge=1, le=1024)
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(32.0, gt=0, le=1e6)
     """What a branch adds is scaled by alpha / rank."""
     targets: tuple[Target, ...] = tuple(Target)
     """Kept in the order of `Target`, however they are named."""

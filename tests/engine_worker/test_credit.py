@@ -373,6 +373,47 @@ def test_a_knob_that_another_knob_makes_idle_is_refused(changes: dict[str, Any],
         TrainerConfig(**changes)
 
 
+@pytest.mark.parametrize(
+    ("name", "largest", "beyond", "needs"),
+    [
+        ("clip_high", 1e6, 1e300, {}),
+        ("off_policy_high", 1e6, 1e300, {"off_policy": "truncated"}),
+        ("loss_length", 10**9, 10**400, {"algorithm": "rloo"}),
+        ("overlong_limit", 10**9, 10**400, {"algorithm": "dapo"}),
+        ("total_updates", 10**9, 10**400, {"lr_schedule": "linear"}),
+        ("max_staleness", 10**9, 10**400, {}),
+        ("microbatch_tokens", 10**9, 10**400, {}),
+        ("kl_weight", 1e3, 1e300, {}),
+        ("entropy_weight", 1e3, 1e39, {}),
+        ("sft_weight", 1e3, 1e40, {}),
+        ("teacher_weight", 1e3, 1e300, {}),
+        ("max_grad_norm", 1e6, 1e300, {}),
+        ("weight_decay", 1e6, 1e300, {"learning_rate": 1e-7}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_number_that_float32_could_not_take_is_refused_before_it_is_in_a_run(
+    name: str, largest: float, beyond: float, needs: dict[str, Any]
+) -> None:
+    assert getattr(TrainerConfig.model_validate({name: largest, **needs}), name) == largest
+    for value in (largest + 1, beyond):
+        with pytest.raises(ValidationError, match=rf"{name}\n.*less than or equal to {largest:.0f} "):
+            TrainerConfig.model_validate({name: value, **needs})
+
+
+def test_a_gradient_is_not_cut_to_nothing() -> None:
+    with pytest.raises(ValidationError, match=r"max_grad_norm\n.*greater than or equal to 0.000001"):
+        TrainerConfig(max_grad_norm=1e-7)
+
+
+def test_decay_takes_less_than_the_whole_of_a_weight() -> None:
+    """0.5 a step times 1.5 is 0.75, times 2 is all, times 4 is minus the weight and beyond."""
+    assert TrainerConfig(learning_rate=0.5, weight_decay=1.5).weight_decay == 1.5
+    for decay, taken in ((2, 1), (4, 2)):
+        with pytest.raises(ValidationError, match=rf"take {taken} times a weight off it, and the limit is below 1"):
+            TrainerConfig(learning_rate=0.5, weight_decay=decay)
+
+
 @given(st.sampled_from(Algorithm))
 def test_a_config_that_was_written_down_is_the_same_config(algorithm: Algorithm) -> None:
     config = TrainerConfig(algorithm=algorithm)
