@@ -149,13 +149,21 @@ class Trainer:
         return sums.over(self.ranks) if self.ranks.size > 1 else sums
 
     def take_step(self, rows: Sequence[TrainedRow], version: int, sums: Sums) -> None:
-        """One step of the optimizer; a loss or a gradient that is not finite moves nothing."""
+        """One step of the optimizer; a loss or a gradient that is not finite moves nothing, nor does one of zero.
+
+        A gradient of exactly zero everywhere means that every token was masked, clipped or certain, and that neither KL
+        nor entropy pulls; where anything is left, rounding alone keeps the sum from zero. To skip it is right in any
+        case: there is nothing in it to learn, and a step would move the weights by decay and momentum alone.
+
+        A step that is taken leaves finite weights finite, so nobody looks through them: the gradient is finite and at
+        most `max_grad_norm` long, its squares fit into float32, and decay takes less than the whole of a weight.
+        """
         loss = self.accumulate_gradient(rows, version, sums)
         gradient_norm = self.optimizer.clip_gradient(self.config.max_grad_norm)
         sums.loss += loss
         sums.num_losses += 1
         sums.gradient_norm = max(sums.gradient_norm, gradient_norm, key=lambda norm: (not math.isfinite(norm), norm))
-        if math.isfinite(gradient_norm) and math.isfinite(loss):
+        if math.isfinite(loss) and math.isfinite(gradient_norm) and gradient_norm > 0:
             self.optimizer.step(learning_rate(self.config, version + 1))
             sums.num_steps += 1
         self.optimizer.zero_grad()

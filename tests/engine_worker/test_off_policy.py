@@ -24,6 +24,9 @@ from swarm_engine.trainer.samples import Drop, count_drops, make_samples
 from swarm_engine.trainer.trainer import Trainer, plan_steps
 from swarm_engine.types import BatchRecord, Episode
 
+WIDE = {"clip_low": 0.99, "clip_high": 100.0}
+"""A clip that leaves every token a gradient here, so that each minibatch takes its step."""
+
 
 def update(trainer: Trainer, episodes: Sequence[Episode], step: int = 1, seed: int = 0) -> Updated:
     return trainer.update(BatchRecord(step, (), seed), episodes)
@@ -151,7 +154,13 @@ def test_several_epochs_and_minibatches_are_the_same_however_timelines_merge(tin
         for merge in EXACT_MERGES:
             policy = load_policy(tiny_dir, torch.float64)
             config = TrainerConfig(
-                algorithm=algorithm, merge=merge, epochs=2, minibatches=3, off_policy="masked", microbatch_tokens=128
+                algorithm=algorithm,
+                merge=merge,
+                epochs=2,
+                minibatches=3,
+                off_policy="masked",
+                microbatch_tokens=128,
+                **WIDE,
             )
             metrics = update(Trainer(policy.model, config), batch, seed=7).metrics
             assert metrics["optimizer_steps"] == 6
@@ -163,10 +172,12 @@ def test_several_epochs_and_minibatches_are_the_same_however_timelines_merge(tin
 def test_ppo_takes_epochs_times_minibatches_steps_whatever_the_turns(tiny: LoadedPolicy) -> None:
     for turns in (1, 5):
         batch = [
-            episode(f"e{place}", [call([5] * turn, [7 + place]) for turn in range(1, turns + 1)], float(place % 2))
+            episode(
+                f"e{place}", [call([5] * turn, [7 + place], [-7.0]) for turn in range(1, turns + 1)], float(place % 2)
+            )
             for place in range(8)
         ]
-        metrics = update(Trainer(tiny.model, TrainerConfig(algorithm="ppo_clip", epochs=2)), batch).metrics
+        metrics = update(Trainer(tiny.model, TrainerConfig(algorithm="ppo_clip", epochs=2, **WIDE)), batch).metrics
         assert metrics["optimizer_steps"] == 8
 
 
@@ -196,11 +207,28 @@ def test_every_epoch_and_every_seed_cuts_anew() -> None:
 
 
 def test_a_minibatch_that_teaches_nothing_takes_no_step(tiny: LoadedPolicy) -> None:
-    pair = [episode(f"e{place}", [call([5], [7 + place])], float(place)) for place in range(2)]
+    pair = [episode(f"e{place}", [call([5], [7 + place], [-7.0])], float(place)) for place in range(2)]
     flat = [episode(f"f{place}", [call([5], [7 + place])], 1.0, group_id="flat") for place in range(6)]
-    trainer = Trainer(tiny.model, TrainerConfig(minibatches=8, weight_decay=0.5))
+    trainer = Trainer(tiny.model, TrainerConfig(minibatches=8, weight_decay=0.5, **WIDE))
     assert update(trainer, [*pair, *flat]).metrics["optimizer_steps"] == 2
     assert trainer.optimizer.num_steps == 2
+
+
+@pytest.mark.parametrize("knobs", [{}, {"kl_weight": 0.5}, {"algorithm": "gspo"}, {"minibatches": 2}])
+def test_an_update_whose_every_token_is_masked_leaves_weights_and_optimizer(
+    tiny: LoadedPolicy, knobs: dict[str, Any]
+) -> None:
+    """At 3 nats a token weighs exp(3) = 20, and 5 is the limit. KL pulls nowhere from the start weights."""
+    trainer = Trainer(tiny.model, TrainerConfig(off_policy="masked", weight_decay=0.5, **knobs))
+    before = {name: weight.clone() for name, weight in tiny.model.state_dict().items()}
+    outside = [shifted(tiny.model, "a" * (1 + place), float(place % 2), [3.0, 3.0]) for place in range(4)]
+    metrics = update(trainer, outside).metrics
+    assert (metrics["off_policy_fraction"], metrics["grad_norm"]) == (1, 0)
+    assert (metrics["optimizer_steps"], metrics["skipped"], metrics["nonfinite_gradient"]) == (0, 1, 0)
+    assert trainer.optimizer.num_steps == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in tiny.model.state_dict().items())
+    inside = [*outside[:3], shifted(tiny.model, "aaaa", 1.0, [3.0, 0.0])]
+    assert update(trainer, inside, step=2).metrics["optimizer_steps"] == 1, "one token is left"
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])

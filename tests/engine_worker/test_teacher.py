@@ -45,7 +45,7 @@ def test_a_teacher_teaches_in_flat_groups_and_where_there_is_nothing_to_compare(
 
 
 def test_a_flat_group_is_flat_whoever_teaches_it(tiny: LoadedPolicy) -> None:
-    taught = call([5], [7], [-1.0], teacher_logprobs=(-2.0,))
+    taught = call([5], [7], [-9.0], teacher_logprobs=(-10.0,))
     batch = [episode("a", [taught], 0.5), episode("b", [taught], 0.5), episode("c", [taught], 0.0, group_id="alone")]
     metrics = Trainer(tiny.model, TrainerConfig(teacher_weight=1.0)).update(BatchRecord(1, (), 0), batch).metrics
     assert (metrics["zero_variance_groups"], metrics["zero_variance_fraction"], metrics["skipped"]) == (1, 0.5, 0)
