@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -15,7 +14,7 @@ from swarm_engine.errors import TeacherError
 from swarm_engine.server.teacher import Patience, Teacher, read_logprobs
 
 BATCH = [episode("e", [call([5], [7, 9])], 1.0)]
-SHORT = Patience(timeout_s=0.4, pauses_s=(0.0, 0.0))
+SHORT = Patience(timeout_s=1.5, pauses_s=(0.0, 0.0))
 
 Behave = Callable[[asyncio.StreamWriter], Awaitable[None]]
 """What a server does once it has read a request."""
@@ -85,11 +84,9 @@ def entry(logprob: str, decoded: str = '"a"') -> str:
 
 @pytest.mark.parametrize("behave", [trickle, say_nothing])
 def test_an_answer_has_so_long_as_a_whole_and_is_not_asked_for_again(behave: Behave) -> None:
-    start = time.monotonic()
-    said, num_requests = asyncio.run(asyncio.wait_for(ask(behave, SHORT), 10))
-    assert "has not answered about 3 tokens within 0.4 s" in said
+    said, num_requests = asyncio.run(asyncio.wait_for(ask(behave, SHORT), 20))
+    assert "has not answered about 3 tokens within 1.5 s" in said
     assert num_requests == 1
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(("again_s", "num_requests"), [(60.0, 3), (0.0, 1)])
@@ -119,14 +116,14 @@ def test_the_pauses_between_attempts_fit_into_the_time_for_them() -> None:
 )
 @pytest.mark.parametrize("probes", [True, False])
 def test_garbage_is_told_as_such(body: str, said: str, probes: bool) -> None:
-    found, num_requests = asyncio.run(ask(answering(body), SHORT, probes=probes))
+    found, num_requests = asyncio.run(ask(answering(body), Patience(), probes=probes))
     assert said in found
     assert num_requests == 1
 
 
 @pytest.mark.parametrize("decoded", ["7", "[]", '"b"'])
 def test_a_token_that_reads_as_no_text_is_not_the_policys(decoded: str) -> None:
-    found, _ = asyncio.run(ask(answering(entry("-1.5", decoded)), SHORT, probes=True))
+    found, _ = asyncio.run(ask(answering(entry("-1.5", decoded)), Patience(), probes=True))
     assert found.startswith("the teacher reads token 7 as ")
     assert "the policy as 'a'" in found
 
