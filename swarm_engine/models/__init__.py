@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarm_engine.errors import ModelError
+from swarm_engine.errors import ModelError, shown
 
 NANO_DIR = Path(__file__).parent / "nano"
 """Tokenizer, config and start weights of the shipped policies."""
@@ -29,12 +29,21 @@ def resolve(name: str, model_root: Path | str) -> Path:
     A folder under the model root wins over a shipped name, so that a warmed-up copy can stand in for it.
 
     Raises:
-        ModelError: no such policy, or a name that leads out of the model root.
+        ModelError: no such policy, or a name that leads out of the model root or can't be a folder's.
     """
-    root = Path(model_root).resolve()
+    try:
+        return _find(name, Path(model_root).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(
+            f"model {shown(name)} can't be a folder of the model root: {reason}", "name a folder inside it"
+        ) from None
+
+
+def _find(name: str, root: Path) -> Path:
     folder = (root / name).resolve()
     if not name or folder == root or not folder.is_relative_to(root):
-        raise ModelError(f"model {name!r} leads out of the model root {root}; name a folder inside it")
+        raise ModelError(f"model {shown(name)} leads out of the model root {root}; name a folder inside it")
     if folder.is_dir():
         return folder
     if name.startswith(PREFIX):
@@ -43,4 +52,4 @@ def resolve(name: str, model_root: Path | str) -> Path:
             return weights
     folders = {path.name for path in root.iterdir() if path.is_dir()} if root.is_dir() else set()
     known = sorted({*shipped(), *folders})
-    raise ModelError(f"there is no model {name!r}; known are {', '.join(known) or 'none'} (model root {root})")
+    raise ModelError(f"there is no model {shown(name)}; known are {', '.join(known) or 'none'} (model root {root})")

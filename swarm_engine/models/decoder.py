@@ -15,6 +15,7 @@ Axes: B row, T position, H query head, K key/value head, D head dimension, C hid
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,15 +26,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarm_engine.config import LoraConfig
-from swarm_engine.errors import ModelError
+from swarm_engine.errors import ModelError, shown
 from swarm_engine.models.lora import LowRank, Projection
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 """Values of `model_type` that this forward computes exactly."""
 
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-"""Rotary embeddings whose frequencies are fixed. `dynamic` and `longrope` change them with the longest row of a batch,
-so that a token's log-probability would depend on its neighbours."""
+ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "yarn": ("rope_theta", "factor"),
+    "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Rotary embeddings whose frequencies are fixed, with the numbers that they need. `dynamic` and `longrope` change them
+with the longest row of a batch, so that a token's log-probability would depend on its neighbours."""
+
+ROPE_OPTIONS = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale")
+"""Numbers that a rotary embedding may have."""
+
+MAX_LAYERS = 1_000
+MAX_SIZE = 10_000_000
+"""Of every other whole number of a `config.json`. No model comes near; a slip of the pen must not be allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,8 @@ class DecoderConfig:
         """Read a Hugging Face `config.json`.
 
         Raises:
-            ModelError: an architecture, activation or rotary embedding that this forward does not compute exactly.
+            ModelError: an architecture, activation or rotary embedding that this forward does not compute exactly, or
+                a value of another kind than its key has.
         """
         family = config.get("model_type")
         if family not in FAMILIES:
@@ -74,35 +88,89 @@ class DecoderConfig:
             raise ModelError(f"hidden_act {activation!r} is not supported; {family} models use 'silu'")
         if "quantization_config" in config:
             raise ModelError("the weights are quantized and can't be trained; dequantize and save them first")
-        rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise ModelError(f"rope_parameters is {shown(rope)}, no JSON object", "copy it from the checkpoint again")
+        rope = dict(rope)
         rope.setdefault("rope_type", rope.pop("type", "default"))
         rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
-        if rope["rope_type"] not in ROPE_TYPES:
-            raise ModelError(f"rope_type {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-        num_heads = int(config["num_attention_heads"])
-        max_context = int(config["max_position_embeddings"])
-        slides = family == "mistral" or bool(config.get("use_sliding_window"))
-        if slides and config.get("sliding_window"):
-            max_context = min(max_context, int(config["sliding_window"]))  # within the window, attention is full
-        has_bias = bool(config.get("attention_bias", False))
+        rope_type = rope["rope_type"]
+        if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+            raise ModelError(f"rope_type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        for key in (*ROPE_TYPES[rope_type], *(key for key in ROPE_OPTIONS if rope.get(key) is not None)):
+            _positive(rope, key)
+        if rope_type == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+            raise ModelError(
+                f"high_freq_factor is {rope['high_freq_factor']}, not above low_freq_factor, {rope['low_freq_factor']}",
+                "correct one of them",
+            )
+        hidden_size = _count(config, "hidden_size")
+        num_heads = _count(config, "num_attention_heads")
+        num_kv_heads = _count(config, "num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ModelError(
+                f"num_attention_heads is {num_heads}, no multiple of num_key_value_heads, {num_kv_heads}",
+                "correct one of them",
+            )
+        head_dim = _count(config, "head_dim", hidden_size // num_heads)
+        if head_dim % 2 or not head_dim:
+            raise ModelError(f"head_dim is {head_dim}, the rotary embedding turns pairs of numbers", "make it even")
+        max_context = _count(config, "max_position_embeddings")
+        if family == "mistral" or _is_set(config, "use_sliding_window"):
+            # Within the window, attention is full.
+            max_context = min(max_context, _count(config, "sliding_window", max_context))
+        has_bias = _is_set(config, "attention_bias")
         return cls(
             family=family,
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=int(config["hidden_size"]),
-            intermediate_size=int(config["intermediate_size"]),
-            num_layers=int(config["num_hidden_layers"]),
+            vocab_size=_count(config, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_count(config, "intermediate_size"),
+            num_layers=_count(config, "num_hidden_layers", limit=MAX_LAYERS),
             num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // num_heads),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            norm_eps=_positive(config, "rms_norm_eps", 1e-6),
             max_context=max_context,
             has_qkv_bias=family == "qwen2" or has_bias,
             has_out_bias=family != "qwen2" and has_bias,
-            has_mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            has_mlp_bias=family == "llama" and _is_set(config, "mlp_bias"),
             has_qk_norm=family == "qwen3",
-            is_tied=bool(config.get("tie_word_embeddings", False)),
+            is_tied=_is_set(config, "tie_word_embeddings"),
             rope=rope,
         )
+
+
+def _count(config: Mapping[str, Any], key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+    """A whole number of a `config.json`; `default` where it is absent or null."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or not 1 <= value <= limit:
+        raise ModelError(f"{key} is {_said(value)}; it must be a whole number from 1 to {limit}", "correct it")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number above zero of a `config.json`; `default` where it is absent or null."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or not is_number or not 0 < value <= sys.float_info.max:
+        raise ModelError(f"{key} is {_said(value)}; it must be a number above 0", "correct it")
+    return float(value)
+
+
+def _is_set(config: Mapping[str, Any], key: str) -> bool:
+    """A flag of a `config.json`, off where it is absent or null."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ModelError(f"{key} is {shown(value)}; it must be true or false", "correct it")
+    return bool(value)
+
+
+def _said(value: object) -> str:
+    return "missing" if value is None else shown(value)
 
 
 def projections(config: DecoderConfig) -> dict[str, tuple[Projection, ...]]:
@@ -279,8 +347,6 @@ class Decoder(nn.Module):
             ModelError: a tensor is missing, has another shape, or has no place here.
         """
         spare = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
-        if self.head is None:
-            spare.discard("lm_head.weight")  # some checkpoints store the tied matrix twice
         for name, view in self.named_weights():
             tensor = tensors.get(name)
             if tensor is None:
@@ -289,6 +355,14 @@ class Decoder(nn.Module):
                 raise ModelError(f"tensor {name!r} is {tuple(tensor.shape)}, config.json asks for {tuple(view.shape)}")
             view.copy_(tensor)
             spare.discard(name)
+        if self.head is None and "lm_head.weight" in spare:  # some checkpoints store the tied matrix twice
+            if not torch.equal(tensors["lm_head.weight"].to(self.embedding.dtype), self.embedding.data):
+                raise ModelError(
+                    "tie_word_embeddings is true in config.json, yet tensor 'lm_head.weight' is another one than "
+                    "'model.embed_tokens.weight'",
+                    "set tie_word_embeddings to false to keep the head, or remove the tensor",
+                )
+            spare.discard("lm_head.weight")
         if spare:
             raise ModelError(f"the checkpoint holds {len(spare)} tensors with no place here, such as {min(spare)!r}")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarm_engine.config import LoraConfig
-from swarm_engine.errors import ModelError
+from swarm_engine.errors import ModelError, shown
 from swarm_engine.folders import describe
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
@@ -30,6 +32,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
 """Keys of `config.json` that name the numbers' type, which is this engine's to choose."""
 
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Numbers that are the weights themselves; integers and float8 are weights only with the scales that they were
+divided by."""
 
 CPU = torch.device("cpu")
 
@@ -78,10 +83,14 @@ def load_policy(path: Path | str, dtype: torch.dtype = torch.float32, device: to
     path = Path(path)
     folder = path if path.is_dir() else path.parent.parent
     config_json = read_json(folder / "config.json")
-    with torch.device("cpu"):
-        model = Decoder(DecoderConfig.from_json(config_json)).to(dtype)
-    model.load_weights(read_tensors(path))
-    return LoadedPolicy(model.to(device), config_json, folder, _end_ids(folder, config_json))
+    with _naming(folder / "config.json"):
+        config = DecoderConfig.from_json(config_json)
+    end_ids = _end_ids(folder, config_json, config.vocab_size)
+    with _naming(folder / "config.json"), torch.device("cpu"):
+        model = _allocate(config).to(dtype)
+    with _naming(path):
+        model.load_weights(read_tensors(path))
+    return LoadedPolicy(model.to(device), config_json, folder, end_ids)
 
 
 def adapt(base: LoadedPolicy, name: str, base_sha256: str, lora: LoraConfig, seed: int) -> LoadedPolicy:
@@ -104,7 +113,7 @@ def save_policy(policy: LoadedPolicy, folder: Path, *, is_merged: bool = False) 
     tensors = {name: tensor.contiguous() for name, tensor in policy.model.merged_weights()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     # Both keys: transformers 5 writes the first, what reads with an older one looks for the second.
-    dtype = str(policy.model.embedding.dtype).removeprefix("torch.")
+    dtype = _dtype_name(policy.model.embedding.dtype)
     config = policy.config_json | dict.fromkeys(sorted(DTYPE_KEYS), dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": list(policy.end_ids)}
@@ -125,12 +134,13 @@ def weights_sha256(path: Path) -> str:
     """Of the weight files of a model or an adapter.
 
     Raises:
-        ModelError: one is missing.
+        ModelError: one is missing or can't be read.
     """
+    files = weight_files(path)
     try:
-        hashes = [describe(file)["sha256"] for file in weight_files(path)]
-    except FileNotFoundError as error:
-        raise ModelError(f"there is no {error.filename}; weights must be safetensors") from None
+        hashes = [describe(file)["sha256"] for file in files]
+    except OSError as error:
+        raise _unreadable(Path(error.filename), error) from None
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
@@ -141,13 +151,15 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: it is missing or no JSON object.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"there is no {path}; a policy's folder holds config.json, tokenizer and weights") from None
-    except json.JSONDecodeError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}", "put the file there, readable") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}", "copy it from the checkpoint again") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no JSON object")
+        raise ModelError(f"{path} holds {shown(content)}, no JSON object", "copy it from the checkpoint again")
     return content
 
 
@@ -181,33 +193,97 @@ def load_adapter(policy: LoadedPolicy, folder: Path) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights of a model or an adapter."""
+    """The files that hold the weights of a model or an adapter.
+
+    Raises:
+        ModelError: the index of a model's shards is missing or broken.
+    """
     if path.is_file():
         return [path]
     if (path / ADAPTER_CONFIG).is_file():
         return [path / ADAPTER_WEIGHTS]
-    if (path / "model.safetensors.index.json").is_file():
-        names = read_json(path / "model.safetensors.index.json")["weight_map"].values()
-        return [path / Path(name).name for name in sorted(set(names))]
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(
+                f"{index} has weight_map {shown(weight_map)}, which must give the file of every tensor",
+                "copy it from the checkpoint again, or remove it where model.safetensors holds all",
+            )
+        if strange := [name for name in weight_map.values() if not _is_shard(name)]:
+            raise ModelError(
+                f"{index} has a tensor in {shown(strange[0])}", "name a .safetensors file beside the index for each"
+            )
+        return [path / name for name in sorted(set(weight_map.values()))]
     return [path / "model.safetensors"]
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(file)
-    except FileNotFoundError:
-        raise ModelError(f"there is no {file}; weights must be safetensors") from None
+    except OSError as error:
+        raise _unreadable(file, error) from None
     except SafetensorError as error:
-        raise ModelError(f"{file} is broken: {error}") from error
+        raise ModelError(f"{file} is broken: {error}", "copy it from the checkpoint again") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in WEIGHT_DTYPES:
+            known = ", ".join(_dtype_name(dtype) for dtype in WEIGHT_DTYPES)
+            raise ModelError(
+                f"{file} holds tensor {name!r} as {_dtype_name(tensor.dtype)}; weights must be {known}",
+                "dequantize them and save them as one of these",
+            )
     return tensors
 
 
-def _end_ids(folder: Path, config_json: dict[str, Any]) -> tuple[int, ...]:
+def _end_ids(folder: Path, config_json: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Every token that ends a reply, from generation_config.json before config.json: the latter often lacks some."""
-    generation = folder / "generation_config.json"
-    found = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    file = folder / "generation_config.json"
+    found = read_json(file).get("eos_token_id") if file.exists() else None
     if found is None:
+        file = folder / "config.json"
         found = config_json.get("eos_token_id")
     if found is None:
         raise ModelError(f"{folder} names no eos_token_id in generation_config.json or config.json; add it there")
-    return tuple(found) if isinstance(found, list) else (int(found),)
+    end_ids = found if isinstance(found, list) else [found]
+    if not end_ids or not all(type(one) is int and 0 <= one < vocab_size for one in end_ids):
+        raise ModelError(
+            f"{file} has eos_token_id {shown(found)}, the vocabulary has the ids 0 to {vocab_size - 1}",
+            "name one of them, or a list of some",
+        )
+    return tuple(end_ids)
+
+
+def _allocate(config: DecoderConfig) -> Decoder:
+    try:
+        return Decoder(config)
+    except RuntimeError as error:  # torch's own for memory that the machine doesn't have
+        reason = str(error).partition("\n")[0]
+        raise ModelError(
+            f"the model that it describes can't be allocated ({reason})", "check its sizes, or use a larger machine"
+        ) from error
+
+
+def _is_shard(name: object) -> bool:
+    """Whether an index may name this file: nothing outside its own folder is ever opened."""
+    return isinstance(name, str) and name.isprintable() and name.endswith(".safetensors") and Path(name).name == name
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _unreadable(file: Path, error: OSError) -> ModelError:
+    if isinstance(error, FileNotFoundError):
+        return ModelError(f"there is no {file}; weights must be safetensors")
+    return ModelError(f"{file} can't be read ({error})", "weights must be readable safetensors files")
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Begin what is wrong with a file or a folder with its path, where it isn't named yet."""
+    try:
+        yield
+    except ModelError as error:
+        if str(path) in error.message:
+            raise
+        raise ModelError(f"{path}: {error.message}", error.hint) from error

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from swarm_engine.errors import BadRequestError, ContextLengthError, TokenizerError, UnsupportedError
+from swarm_engine.errors import BadRequestError, ContextLengthError, TokenizerError, UnsupportedError, shown
 from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.forcing import forced_call, formed_answer
 from swarm_engine.tracker.formats import Reasoning, beyond, find_format, tag_pattern
@@ -63,11 +63,16 @@ class ChatCodec:
         """Read a tokenizer.
 
         Raises:
-            TokenizerError: its kind can't be decoded token by token.
+            TokenizerError: it is broken, or of a kind that can't be decoded token by token.
         """
         self.template = template
-        parsed = json.loads(tokenizer_json)
-        self._full = Tokenizer.from_str(tokenizer_json)
+        try:
+            self._full = Tokenizer.from_str(tokenizer_json)
+        except Exception as error:  # tokenizers has no narrower class
+            raise TokenizerError(
+                f"tokenizer.json describes no tokenizer ({error})", "copy it from the model's checkpoint again"
+            ) from error
+        parsed = {"added_tokens": []} | json.loads(tokenizer_json)
         self._full.no_padding()
         self._full.no_truncation()
         # Some vocabularies list runs of white space as added tokens; these are text, nobody forges a turn with them.
@@ -120,11 +125,13 @@ class ChatCodec:
             tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
             config_file = folder / "tokenizer_config.json"
             config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+            if not isinstance(config, dict):
+                raise ValueError(f"{config_file.name} is {shown(config)}, no JSON object")
             template_file = folder / "chat_template.jinja"
             source = (
                 template_file.read_text(encoding="utf-8") if template_file.exists() else template_of(config, folder)
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise TokenizerError(
                 f"the tokenizer in {folder} can't be read ({error})", "check the model folder"
             ) from error
@@ -133,7 +140,11 @@ class ChatCodec:
             text = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(text, str):
                 special_tokens[name] = text
-        codec = ChatCodec(tokenizer_json, ChatTemplate(source, special_tokens, now), end_ids)
+        template = ChatTemplate(source, special_tokens, now)
+        try:
+            codec = ChatCodec(tokenizer_json, template, end_ids)
+        except TokenizerError as error:
+            raise TokenizerError(f"{folder}: {error.message}", error.hint) from error
         codec.prove()
         # The check drives a tracker, which is built on this module.
         from swarm_engine.tracker.conformance import check_conformance

@@ -119,8 +119,8 @@ def template_of(config: Mapping[str, Any], folder: Path) -> str:
     """The chat template inside tokenizer_config.json: a text, or a list of named ones."""
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {one["name"]: one["template"] for one in template}
-        template = named.get("default")
+        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     if not isinstance(template, str):
         raise TokenizerError(
             f"{folder} holds no chat template", "add chat_template.jinja, or use an instruct version of the model"

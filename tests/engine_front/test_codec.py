@@ -240,6 +240,38 @@ def test_a_missing_tokenizer_says_which_folder(tmp_path: Path) -> None:
         ChatCodec.load(tmp_path, (END_ID,), NOW)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", "{}", ": tokenizer.json describes no tokenizer .Model missing"),
+        ("tokenizer.json", "[]", ": tokenizer.json describes no tokenizer .invalid type"),
+        ("tokenizer.json", "[" * 100_000, ": tokenizer.json describes no tokenizer .invalid type"),
+        ("tokenizer_config.json", "[]", r" can't be read .tokenizer_config.json is \[\], no JSON object"),
+        ("tokenizer_config.json", "[" * 100_000, " can't be read .maximum recursion depth"),
+        ("chat_template.jinja", None, " holds no chat template"),
+    ],
+    ids=range(6),
+)
+def test_a_broken_file_of_a_tokenizer_says_which_folder(
+    file: str, content: str | None, said: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path)
+    if content is None:
+        (folder / file).unlink()
+        (folder / "tokenizer_config.json").write_text('{"chat_template": ["x", {"name": "default"}]}')
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(TokenizerError, match=f"{folder}{said}"):
+        ChatCodec.load(folder, (END_ID,), NOW)
+
+
+def test_a_tokenizer_without_added_tokens_is_read() -> None:
+    parsed = json.loads(make_tokenizer().to_str())
+    parsed.pop("added_tokens")
+    codec = ChatCodec(json.dumps(parsed), ChatTemplate("{{ messages[0].content }}", {}, NOW), (AB,))
+    assert codec.encode_text("abc") == (ABC,)
+
+
 TOOLS = CHATML.replace(
     "+ message['content'] +", "+ message['content'] + (message.tool_calls | tojson if message.tool_calls else '') +"
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from swarm_engine import models
 from swarm_engine.errors import ModelError
 from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder, attend_causally
-from swarm_engine.models.loading import LoadedPolicy, load_policy, save_policy
+from swarm_engine.models.loading import LoadedPolicy, load_policy, save_policy, weights_sha256
 
 TOKENS = torch.randint(0, 900, (3, 40), generator=torch.Generator().manual_seed(1))
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
@@ -163,6 +165,215 @@ def test_cut_short_weights_are_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match="is broken"):
         load_policy(folder)
+
+
+def changed(tiny_dir: Path, folder: Path, **changes: object) -> Path:
+    """A copy of a policy's folder with another `config.json`."""
+    shutil.copytree(tiny_dir, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "found", [99999, 900, -1, True, 2.7, "x", {}, [], ["a"], [2, None], [2, 900], [False]], ids=repr
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_token_outside_the_vocabulary_is_refused(
+    file: str, found: object, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = changed(tiny_dir, tmp_path / "model")
+    content = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(content | {"eos_token_id": found}))
+    said = f"{folder / file} has eos_token_id {found!r}, the vocabulary has the ids 0 to 899; name one of them"
+    with pytest.raises(ModelError, match=re.escape(said)):
+        load_policy(folder)
+
+
+def test_the_first_and_the_last_token_may_end_a_reply(tiny_dir: Path, tmp_path: Path) -> None:
+    assert load_policy(changed(tiny_dir, tmp_path / "model", eos_token_id=[0, 899])).end_ids == (0, 899)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
+)
+def test_weights_that_are_not_the_numbers_themselves_are_refused(
+    dtype: torch.dtype, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = changed(tiny_dir, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    save_file(tensors, folder / "model.safetensors")
+    name = str(dtype).removeprefix("torch.")
+    said = (
+        f"{folder}/model.safetensors holds tensor 'model.norm.weight' as {name}; weights must be float32, bfloat16, "
+        "float16, float64; dequantize them"
+    )
+    with pytest.raises(ModelError, match=f"^{re.escape(said)}"):
+        load_policy(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_weights_of_another_precision_are_read(dtype: torch.dtype, tiny_dir: Path, tmp_path: Path) -> None:
+    folder = changed(tiny_dir, tmp_path / "model")
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    embedding = load_policy(folder).model.embedding
+    assert embedding.dtype == torch.float32
+    assert torch.equal(embedding, tensors["model.embed_tokens.weight"].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_tied_matrix_may_be_stored_twice_but_not_be_two(dtype: torch.dtype, tiny_dir: Path, tmp_path: Path) -> None:
+    folder = changed(tiny_dir, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].to(dtype, copy=True)
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    assert load_policy(folder).model.head is None
+    head[899, 95] += 1
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"'lm_head.weight' is another one than .*; set tie_word_embeddings to false"):
+        load_policy(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = load_policy(folder).model.head
+    assert kept is not None
+    assert torch.equal(kept, head.float())
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({}, "has weight_map None, which must give the file of every tensor"),
+        ({"weight_map": []}, r"has weight_map \[\], which"),
+        ({"weight_map": {}}, r"has weight_map \{\}, which"),
+        ({"weight_map": {"a": None}}, "has a tensor in None; name a .safetensors file beside"),
+        ({"weight_map": {"a": ["b"]}}, r"has a tensor in \['b'\]; name"),
+        ({"weight_map": {"a": "pytorch_model.bin"}}, "has a tensor in 'pytorch_model.bin'; name"),
+        ({"weight_map": {"a": "../b.safetensors"}}, "has a tensor in '../b.safetensors'; name"),
+        ({"weight_map": {"a": "b\0.safetensors"}}, r"has a tensor in 'b\\x00.safetensors'; name"),
+    ],
+)
+def test_a_broken_index_of_shards_is_refused(
+    index: dict[str, object], said: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = changed(tiny_dir, tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for read in (load_policy, weights_sha256):
+        with pytest.raises(ModelError, match=f"^{folder}/model.safetensors.index.json {said}"):
+            read(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe\x00", "is not JSON: 'utf-8' codec can't decode"),
+        (b"[" * 100_000, "is not JSON: maximum recursion depth"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "is not JSON: Exceeds the limit"),
+        (b"[900]", r"holds \[900\], no JSON object; copy it"),
+        (None, "can't be read: Is a directory; put the file there"),
+    ],
+    ids=["binary", "nested", "digits", "list", "folder"],
+)
+def test_a_file_that_holds_no_json_object_is_refused(
+    file: str, content: bytes | None, said: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = changed(tiny_dir, tmp_path / "model")
+    (folder / file).unlink(missing_ok=True)
+    if content is None:
+        (folder / file).mkdir()
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(ModelError, match=f"^{folder / file} {said}"):
+        load_policy(folder)
+
+
+def test_a_folder_in_place_of_the_weights_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    folder = changed(tiny_dir, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    for read in (load_policy, weights_sha256):
+        with pytest.raises(ModelError, match=f"^{folder}/model.safetensors can't be read .*; weights must be readable"):
+            read(folder)
+
+
+COUNT = "it must be a whole number from 1 to"
+
+
+@pytest.mark.parametrize("value", [-3, 0, 3.0, "3", True, [3], 10_000_001], ids=repr)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+    ],
+)
+def test_a_size_that_is_no_count_is_refused(key: str, value: object, tiny_dir: Path, tmp_path: Path) -> None:
+    folder = changed(tiny_dir, tmp_path / "model", **{key: value})
+    said = f"{folder}/config.json: {key} is {value!r}; {COUNT} {1000 if key == 'num_hidden_layers' else 10_000_000}; "
+    with pytest.raises(ModelError, match=f"^{re.escape(said)}correct it"):
+        load_policy(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": None}, f"vocab_size is missing; {COUNT} 10000000"),
+        ({"max_position_embeddings": 10**9}, f"max_position_embeddings is 1000000000; {COUNT} 10000000"),
+        ({"model_type": "mistral", "sliding_window": "4"}, f"sliding_window is '4'; {COUNT} 10000000"),
+        ({"num_key_value_heads": 2}, "num_attention_heads is 3, no multiple of num_key_value_heads, 2"),
+        ({"head_dim": 31}, "head_dim is 31, the rotary embedding turns pairs"),
+        ({"head_dim": None, "hidden_size": 2}, "head_dim is 0, the rotary"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be a number above 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1; it must be"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be"),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps is 10+\.\.\.0+; it must be"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0; it must be a number above 0"),
+        ({"rope_parameters": None, "rope_theta": True}, "rope_theta is True; it must be"),
+        ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn', no JSON object"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing; it must be"),
+        ({"rope_parameters": YARN | {"factor": "x"}}, "factor is 'x'; it must be"),
+        (
+            {"rope_parameters": YARN | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0; ",
+        ),
+        (
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": 1}},
+            "high_freq_factor is 1, not above low_freq_factor, 1.0",
+        ),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
+        ({"vocab_size": 10**7, "hidden_size": 10**7}, "the model that it describes can't be allocated"),
+    ],
+    ids=range(21),
+)
+def test_a_config_with_a_value_of_another_kind_is_refused(
+    changes: dict[str, object], said: str, tiny_dir: Path, tmp_path: Path
+) -> None:
+    folder = changed(tiny_dir, tmp_path / "model", **changes)
+    with pytest.raises(ModelError, match=f"^{folder}/config.json: {said}"):
+        load_policy(folder)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "nano-" + "a" * 246, "a\0b", "\ud800"], ids=len)
+def test_a_name_that_no_folder_can_have_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"can't be a folder of the model root: .*; name a folder inside it"):
+        resolve(name, tmp_path)
+
+
+def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(ModelError, match="model 'a' can't be a folder of the model root: Symlink loop"):
+        resolve("a", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../other", "/etc", "a/../../b"])
