@@ -102,7 +102,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"this version reads format {FORMAT}")
     for name, kind in MANIFEST_FIELDS.items():
-        if type(manifest.get(name)) is not kind or manifest[name] in ("", {}):
+        if type(manifest.get(name)) is not kind or manifest[name] == {}:
             raise ValueError(f"its {name} is {shown(manifest.get(name))}")
     if (made_as := checkpoint_path(folder.parent, manifest["step"])) != folder:
         raise ValueError(f"it was made as {made_as.name}")
