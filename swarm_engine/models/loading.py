@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,8 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 divided by."""
 
 CPU = torch.device("cpu")
+
+log = logging.getLogger(__name__)
 
 BASE = "base.json"
 """Beside an adapter: the model that it is for, with a hash of its weights."""
@@ -245,10 +248,14 @@ def _end_ids(folder: Path, config_json: dict[str, Any], vocab_size: int) -> tupl
     if found is None:
         raise ModelError(f"{folder} names no eos_token_id in generation_config.json or config.json; add it there")
     end_ids = found if isinstance(found, list) else [found]
-    if not end_ids or not all(type(one) is int and 0 <= one < vocab_size for one in end_ids):
+    if not end_ids or not all(type(one) is int and one >= 0 for one in end_ids):
         raise ModelError(
             f"{file} has eos_token_id {shown(found)}, the vocabulary has the ids 0 to {vocab_size - 1}",
             "name one of them, or a list of some",
+        )
+    if min(end_ids) >= vocab_size:  # no error, for a policy whose replies all run to their limit can be meant
+        log.warning(
+            "%s has eos_token_id %s, beyond the vocabulary of %d: no reply ends by itself", file, found, vocab_size
         )
     return tuple(end_ids)
 
