@@ -187,7 +187,8 @@ def truncation(history: Sequence[Metrics], limits: Limits) -> HealthWarning | No
         WarningKind.TRUNCATION,
         "truncated_fraction",
         "of the replies were cut at their limit of tokens",
-        "raise sampler.max_tokens, or punish length with algorithm dapo and trainer.overlong_limit",
+        "raise the max_tokens of requests (sampler.max_tokens where they name none), or punish length with algorithm "
+        "dapo and trainer.overlong_limit",
     )
 
 

@@ -295,9 +295,9 @@ class Trainer:
             sums.imitation -= float(detached_N[is_imitated_N].double().sum())
             sums.num_imitated += int(is_imitated_N.sum())
         # KL(sampling || proximal), whose tokens these are, so the two change places; then KL(proximal || policy).
-        sums.kl_sampling += float(kl_penalty(columns.sampling_N, proximal_N).double().sum())
+        sums.kl_sampling += float(kl_penalty(columns.sampling_N.double(), proximal_N.double()).sum())
         if columns.proximal_N is not None:
-            sums.kl_update += float(kl_penalty(columns.proximal_N, detached_N).double().sum())
+            sums.kl_update += float(kl_penalty(columns.proximal_N.double(), detached_N.double()).sum())
             sums.num_moved += len(policy_N)
         sums.ratio_max = max(sums.ratio_max, float(objective.ratio_N.max()))
         sums.num_clipped += int(objective.is_clipped_N.sum())
