@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from swarm_engine.merger.trie import Node, Trie
-from swarm_engine.trainer.pieces import kernel_for
+from swarm_engine.trainer.pieces import Products, kernel_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,9 @@ class TreeAttention:
                 kept.k[:, :, self._start : self._stop] = k_B_K_T_D
                 kept.v[:, :, self._start : self._stop] = v_B_K_T_D
         self._depths_U = self._depths_U.to(q_B_H_T_D.device)
-        tables = _Tables(self._pieces_within(window), self._start, self._depths_U, window)
-        out: Tensor = _Attended.apply(  # type: ignore[no-untyped-call]
-            q_B_H_T_D, k_B_K_T_D, v_B_K_T_D, tables, kept, scale
-        )
+        scale = 1 / math.sqrt(q_B_H_T_D.shape[-1]) if scale is None else scale
+        tables = _Tables(self._pieces_within(window), self._start, self._depths_U, window, scale)
+        out: Tensor = _Attended.apply(q_B_H_T_D, k_B_K_T_D, v_B_K_T_D, tables, kept)  # type: ignore[no-untyped-call]
         return out
 
     def _pieces_within(self, window: int | None) -> tuple[Piece, ...]:
@@ -187,9 +186,13 @@ class _Tables:
     """Place of the first query."""
     depths_U: Tensor
     window: int | None
+    scale: float
 
-    def mask(self, piece: Piece, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the products of a piece, shape (1, 1, queries, keys); None for nothing."""
+    def products(self, piece: Piece, dtype: torch.dtype) -> Products:
+        """What becomes of the products of a piece."""
+        return Products(self.scale, piece.is_causal, self._mask(piece, dtype))
+
+    def _mask(self, piece: Piece, dtype: torch.dtype) -> Tensor | None:
         if not piece.is_windowed:
             return None
         assert self.window is not None
@@ -202,21 +205,17 @@ class _Attended(torch.autograd.Function):
     """The pieces of some queries, merged."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tables: _Tables, kept: Kept | None, scale: float | None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tables: _Tables, kept: Kept | None) -> Tensor:
         keys, values = (k, v) if kept is None else (kept.k, kept.v)
-        kernel, scale = kernel_for(q.device), 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        kernel = kernel_for(q.device)
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty(q.shape, dtype=wide)
         lse = q.new_empty(q.shape[:3], dtype=wide)
         for piece in tables.pieces:
             asked = slice(piece.q_start - tables.start, piece.q_stop - tables.start)
             seen = slice(piece.k_start, piece.k_stop)
-            mask = tables.mask(piece, q.dtype)
-            part, part_lse = kernel.forward(
-                q[:, :, asked], keys[:, :, seen], values[:, :, seen], piece.is_causal, mask, scale
-            )
+            how = tables.products(piece, q.dtype)
+            part, part_lse = kernel.forward(q[:, :, asked], keys[:, :, seen], values[:, :, seen], how)
             if piece.is_causal:
                 out[:, :, asked], lse[:, :, asked] = part, part_lse
                 continue
@@ -225,7 +224,7 @@ class _Attended(torch.autograd.Function):
             torch.logaddexp(here, part_lse, out=here)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.tables, ctx.kept, ctx.scale = tables, kept, scale
+        ctx.tables, ctx.kept = tables, kept
         return out
 
     @staticmethod
@@ -253,9 +252,7 @@ class _Attended(torch.autograd.Function):
                 values[:, :, seen],
                 out[:, :, asked],
                 lse[:, :, asked],
-                piece.is_causal,
-                tables.mask(piece, q.dtype),
-                ctx.scale,
+                tables.products(piece, q.dtype),
             )
             grad_q[:, :, asked] += part_q
             grad_k[:, :, seen] += part_k
@@ -263,4 +260,4 @@ class _Attended(torch.autograd.Function):
         if kept is not None:
             own = slice(tables.start, tables.start + q.shape[2])
             grad_k, grad_v = grad_k[:, :, own], grad_v[:, :, own]
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None

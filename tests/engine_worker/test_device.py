@@ -25,7 +25,7 @@ from swarm_engine.models.loading import load_policy
 from swarm_engine.protocol import Generate, Sampled
 from swarm_engine.sampler.agreement import Probe, check_agreement
 from swarm_engine.sampler.slots import SlotSampler
-from swarm_engine.trainer.pieces import FUSED, PLAIN
+from swarm_engine.trainer.pieces import FUSED, PLAIN, Products
 from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord, SamplingParams
 
@@ -67,13 +67,14 @@ def test_plain_attention_is_that_of_the_fused_kernel(
         if not is_causal and seed % 2:  # some queries see nothing
             mask = torch.zeros(1, 1, queries, keys, dtype=torch.float64)
             mask[torch.rand(mask.shape, generator=draw) < 0.6] = -torch.inf
-        out, lse = FUSED.forward(q, k, v, is_causal, mask, 0.3)
-        found = PLAIN.forward(q, k, v, is_causal, mask, 0.3)
+        how = Products(0.3, is_causal, mask)
+        out, lse = FUSED.forward(q, k, v, how)
+        found = PLAIN.forward(q, k, v, how)
         torch.testing.assert_close(found, (out, lse), rtol=0, atol=1e-12)
         # As in a tree, these keys are not all that the queries see.
         whole = (flow, q, k, v, out + drawn(*out.shape), functional.softplus(drawn(*lse.shape)) + lse.clamp(min=-9))
-        expected = FUSED.backward(*whole, is_causal, mask, 0.3)
-        torch.testing.assert_close(PLAIN.backward(*whole, is_causal, mask, 0.3), expected, rtol=0, atol=1e-11)
+        expected = FUSED.backward(*whole, how)
+        torch.testing.assert_close(PLAIN.backward(*whole, how), expected, rtol=0, atol=1e-11)
 
 
 def moved(model: Decoder) -> Decoder:
