@@ -214,8 +214,6 @@ def start_vllm(
     dtype = config.vllm_dtype or VllmDtype.FLOAT32
     torch_dtype: torch.dtype = getattr(torch, dtype)
     places, size = plan_places(dict(policy.model.merged_weights()), torch_dtype)
-    links = reach(size)
-    hand_out = HandOut(policy, torch_dtype, places, links)
     cache = _cache_of(policy, config, torch_dtype)
     model = LoadModel(
         config_json=_described(policy, dtype),
@@ -228,6 +226,8 @@ def start_vllm(
         kv_bytes=cache.num_bytes,
         is_eager=config.vllm_eager is not False,
     )
+    links = reach(size)
+    hand_out = HandOut(policy, torch_dtype, places, links)
     members = [VllmSampler(policy, dtype, link, hand_out) for link in links.members]
     sampler = (
         members[0]
