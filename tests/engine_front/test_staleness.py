@@ -160,6 +160,18 @@ def test_saves_and_exports_during_an_update_hold_the_weights_after_it(tmp_path: 
     assert weights == [trained_from_journal(tmp_path / "run", tmp_path / "aside", CONFIG)[1]] * 2
 
 
+def after_a_kill(served: Served, killed: str, gate: Gate) -> Served:
+    """The server that runs once the worker or the front was killed."""
+    if killed == "front":
+        served.stop(signal.SIGKILL)
+        return serve_process(served.run_dir, worker=gate.command)
+    (worker,) = psutil.Process(served.pid).children()
+    worker.kill()
+    with served.client() as client:
+        wait_for_state(client, EngineState.FAILED)
+    return served
+
+
 @pytest.mark.parametrize("killed", ["worker", "front"])
 def test_episodes_that_wait_for_a_later_batch_survive_a_kill_during_an_update(tmp_path: Path, killed: str) -> None:
     run_dir = tmp_path / "run"
@@ -172,13 +184,7 @@ def test_episodes_that_wait_for_a_later_batch_survive_a_kill_during_an_update(tm
             first, second, (third,) = play(client, "a"), play(client, "b"), play(client, "c", 1.0)
             wait_for_update(client, 1)
             client.episode("c")  # runs, so it is lost
-            if killed == "worker":
-                (worker,) = psutil.Process(served.pid).children()
-                worker.kill()
-                wait_for_state(client, EngineState.FAILED)
-        if killed == "front":
-            served.stop(signal.SIGKILL)
-            served = serve_process(run_dir, worker=gate.command)
+        served = after_a_kill(served, killed, gate)
         with served.client() as client:
             client.start()
             gate.open()  # the batch whose update was killed
@@ -234,13 +240,7 @@ def test_several_policies_are_trained_ahead_and_survive_a_kill_bit_for_bit(tmp_p
             wait_for_update(client, 2)
             assert {name: one.version for name, one in client.status().policies.items()} == {"left": 1, "right": 1}
             batches.append(play_both(client, "d", 1.0))
-            if killed == "worker":
-                (worker,) = psutil.Process(served.pid).children()
-                worker.kill()
-                wait_for_state(client, EngineState.FAILED)
-        if killed == "front":
-            served.stop(signal.SIGKILL)
-            served = serve_process(run_dir, worker=gate.command)
+        served = after_a_kill(served, killed, gate)
         with served.client() as client:
             client.start()
             for step in (2, 3, 4):

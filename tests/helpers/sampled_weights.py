@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from episodes import update
 from worker_process import WorkerProcess
 
 from swarm_engine.models.decoder import attend_causally
 from swarm_engine.models.loading import LoadedPolicy, load_policy
-from swarm_engine.protocol import Export, Finished, Generate, Sampled, Saved
+from swarm_engine.protocol import Export, Finished, Generate, Sampled, Saved, Updated
 from swarm_engine.types import SamplingParams
 
 NUM_PROMPTS = 2
@@ -36,6 +37,17 @@ def logprobs_of(policy: LoadedPolicy, prompt: tuple[int, ...], reply: tuple[int,
         hidden = policy.model.hidden(tokens, torch.arange(tokens.shape[1]), attend_causally)
         found_T_V = policy.model.logits(hidden)[0].double().log_softmax(-1)
     return [found_T_V[len(prompt) - 1 + place, token].item() for place, token in enumerate(reply)]
+
+
+def assert_every_update_arrives(front: WorkerProcess, num_updates: int, num_samplers: int, folder: Path) -> None:
+    """Before the first update and after each, what samples has the worker's weights, and every vLLM was probed."""
+    assert_samples_from_its_weights(front, 0, folder)
+    for step in range(1, num_updates + 1):
+        front.send(update(step))
+        assert front.receive(Updated).step == step
+        assert_samples_from_its_weights(front, step, folder)
+    log = (folder / "worker.log").read_text()
+    assert log.count("vLLM and the trainer differ by") == num_samplers * (num_updates + 1)
 
 
 def assert_samples_from_its_weights(front: WorkerProcess, version: int, folder: Path) -> None:
