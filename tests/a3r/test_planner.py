@@ -104,7 +104,7 @@ REFUSED = [
     ("Does a group size of -4 learn tic-tac-toe faster than 8?", "size -4 is out of range"),
     ("Does a group size of minus four learn tic-tac-toe faster than 8?", "size -4 is out of range"),
     ("Does a learning rate of −0.001 learn tic-tac-toe faster than 0.002?", "rate -0.001 is out of range"),
-    ("Do microbatch tokens of 1e400 or 2048 change the final reward on tictactoe?", "inf is not a whole number"),
+    ("Do microbatch tokens of 1e400 or 2048 change the final reward on tictactoe?", "inf is out of range"),
     ("Does a group size of 8 learn tic-tac-toe faster than 4 with 1e400 seeds?", "inf seeds can't be run"),
     ("Does a group size of 2.5 learn tic-tac-toe faster than 8?", "not a whole number"),
     ("Does a learning rate of 0 learn tic-tac-toe faster than 1e-3?", "above 0, up to 1"),
