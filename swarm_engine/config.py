@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -473,6 +474,18 @@ class TeacherConfig(Frozen):
     model: str = Field(min_length=1)
     max_running: int = Field(16, ge=1, le=1024)
     """Requests at once."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_url(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            has_host = bool(parts.hostname) and parts.port != 0
+        except ValueError as error:
+            raise ValueError(f"no URL: {error}") from None
+        if not has_host:
+            raise ValueError("no URL: it names no host; it goes like http://localhost:8000/v1")
+        return value
 
 
 class PlacementKind(StrEnum):

@@ -8,6 +8,7 @@ they depend on another machine, and an update that is done again has to come out
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,10 @@ PASSING = frozenset({408, 409, 425, 429, *range(500, 600)})
 LOWEST_LOGPROB = -1e4
 """In nats. The log-softmax of a real model stays far above it, and sums of what lies above it stay finite; an answer
 beyond it would be in the journal before the update that fails on it, and fail every start."""
+BYTES_PER_TOKEN = 4096
+"""Most that an answer may hold for each token asked about; vLLM writes about a hundred, and a long word more."""
+BYTES_BESIDE = 1 << 20
+"""Most that it may hold beside them."""
 
 PROBE = "The quick brown fox jumps over 13 lazy dogs.\n"
 """What a teacher is asked about first, so that a wrong URL or tokenizer is told before anything is sampled."""
@@ -119,7 +124,7 @@ class Teacher:
         for pause_s in (*patience.pauses_s, math.inf):
             try:
                 async with asyncio.timeout(patience.timeout_s):
-                    response = await http.post("completions", json=body)
+                    status, answer = await _post(http, body, BYTES_BESIDE + BYTES_PER_TOKEN * len(tokens))
             except TimeoutError:
                 raise TeacherError(
                     f"{where} has not answered about {len(tokens)} tokens within {patience.timeout_s:g} s",
@@ -129,10 +134,15 @@ class Teacher:
             except httpx.HTTPError as error:
                 problem = f"{where} can't be reached: {error or type(error).__name__}"
             else:
-                if response.is_success:
-                    return _json(response)
-                problem = f"{where} answers {response.status_code}: {shown(response.text)}"
-                if response.status_code not in PASSING:
+                if answer is None:
+                    raise TeacherError(
+                        f"{where} answers more than {BYTES_PER_TOKEN} bytes a token about {len(tokens)} tokens",
+                        "see that teacher.base_url leads to a server that answers completions as vLLM does",
+                    )
+                if status in range(200, 300):
+                    return _json(answer)
+                problem = f"{where} answers {status}: {shown(answer.decode(errors='replace'))}"
+                if status not in PASSING:
                     raise TeacherError(problem, "see that teacher.model is served there and takes prompts of token ids")
             if clock() + pause_s > last_start:
                 break
@@ -148,9 +158,20 @@ def with_teacher(episode: Episode, taught: Mapping[str, tuple[float, ...]]) -> E
     return replace(episode, calls=calls)
 
 
-def _json(response: httpx.Response) -> Any:
+async def _post(http: httpx.AsyncClient, body: Mapping[str, Any], max_bytes: int) -> tuple[int, bytes | None]:
+    """Status and body of the answer to a request; no body where it is longer than that."""
+    answer = bytearray()
+    async with http.stream("POST", "completions", json=body) as response:
+        async for part in response.aiter_bytes():
+            answer += part
+            if len(answer) > max_bytes:
+                return response.status_code, None
+    return response.status_code, bytes(answer)
+
+
+def _json(answer: bytes) -> Any:
     try:
-        return response.json()
+        return json.loads(answer)
     except (ValueError, RecursionError):
         return None  # which no reader takes for an answer
 

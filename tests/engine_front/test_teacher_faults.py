@@ -121,6 +121,20 @@ def test_garbage_is_told_as_such(body: str, said: str, probes: bool) -> None:
     assert num_requests == 1
 
 
+@pytest.mark.parametrize("status", ["200 OK", "404 Not Found", "503 Service Unavailable"])
+def test_an_answer_may_be_so_long_and_is_not_asked_for_again(status: str) -> None:
+    async def pour(writer: asyncio.StreamWriter) -> None:
+        """Without an end, so that who waits for one does not come back in time."""
+        writer.write(f"HTTP/1.1 {status}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        while True:
+            writer.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
+            await writer.drain()
+
+    said, num_requests = asyncio.run(asyncio.wait_for(ask(pour, Patience(timeout_s=60)), 20))
+    assert "answers more than 4096 bytes a token about 3 tokens" in said
+    assert num_requests == 1
+
+
 @pytest.mark.parametrize("decoded", ["7", "[]", '"b"'])
 def test_a_token_that_reads_as_no_text_is_not_the_policys(decoded: str) -> None:
     found, _ = asyncio.run(ask(answering(entry("-1.5", decoded)), Patience(), probes=True))
