@@ -100,6 +100,9 @@ def why_nothing_trained(metrics: Mapping[str, float | None], drops: Mapping[str,
         return None
     if metrics.get("nonfinite_gradient") or metrics.get("nonfinite_loss"):
         return "nothing trained: loss or gradient was not finite"
+    if metrics.get("grad_norm") == 0:
+        why = ", trainer.off_policy bounds every token" if metrics.get("off_policy_fraction") == 1 else ""
+        return f"nothing trained: the gradient was zero{why}"
     reasons = [
         _counted(drops[drop], "episode", said) for drop, said in EPISODES_WITHOUT_LOSS.items() if drops.get(drop)
     ]

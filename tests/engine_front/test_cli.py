@@ -278,6 +278,12 @@ WHY_FLAT = "nothing trained: 32 episodes in groups of equal reward, 3 calls gree
         ({"skipped": 1.0, "nonfinite_gradient": 1.0}, {}, "nothing trained: loss or gradient was not finite"),
         ({"skipped": 1.0, "nonfinite_loss": 1.0}, {}, "nothing trained: loss or gradient was not finite"),
         ({"skipped": 1.0}, {"lease_expired": 4}, "nothing trained"),
+        ({"skipped": 1.0, "grad_norm": 0.0}, {"zero_variance": 4}, "nothing trained: the gradient was zero"),
+        (
+            {"skipped": 1.0, "grad_norm": 0.0, "off_policy_fraction": 1.0},
+            {},
+            "nothing trained: the gradient was zero, trainer.off_policy bounds every token",
+        ),
         ({"skipped": 0.0, "learning_rate": 1e-12}, {}, None),
         ({"skipped": 0.0, "learning_rate": 0.0}, {}, "the learning rate is 0, this is past trainer.total_updates"),
     ],
