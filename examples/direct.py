@@ -27,7 +27,7 @@ def play(episode: SyncEpisode, task: Task) -> None:
 
 
 args = sys.argv[1:] or sys.exit(__doc__)
-run_dir, updates = Path(args[0]), int(args[1]) if len(args) > 1 else 20
+run_dir, updates = Path(args[0]), int(args[1]) if len(args) > 1 else 8
 url = json.loads((run_dir / "server.json").read_text())["url"]
 token = json.loads((run_dir / "token.json").read_text())["operator"]
 with SwarmClient(url, token) as client:
