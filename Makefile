@@ -6,6 +6,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 QUESTION ?= Does a group size of 8 learn tic-tac-toe faster than 4 at the same number of episodes?
 TESTS ?= tests
+# One more than there are cores: a test often waits for a process of its own.
+TEST_PROCESSES ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
@@ -34,7 +36,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadgroup -m "not heavy and not gpu" $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup -m "not heavy and not gpu" $(TESTS)
 
 # What needs more than the core environment: a PostgreSQL server (Debian's package, installed where it is missing),
 # agents in the frameworks that people use, vLLM, a Ray cluster on this machine and TRL, the last four in environments of
