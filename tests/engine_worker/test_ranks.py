@@ -64,6 +64,10 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(folder, tie_word_embeddings=False, vocab_size=901, **shape)
 
 
+pytestmark = pytest.mark.xdist_group("ranks")
+"""All compare what was played once."""
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory, odd: Path) -> tuple[Path, Path]:
     """Folders of what one rank and what two made of the cases, each case resumed by the other number of ranks too."""
