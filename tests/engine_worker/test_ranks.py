@@ -21,6 +21,9 @@ from swarm_engine.errors import WorkerError
 from swarm_engine.models.loading import load_policy
 from swarm_engine.trainer.first_rank import SharedTrainer
 
+pytestmark = pytest.mark.xdist_group("ranks")
+"""All compare what was played once."""
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 STEPS = list(range(1, 21))
 LONG = ("chunks", "whole samples")
@@ -62,10 +65,6 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"hidden_size": 33, "intermediate_size": 65, "head_dim": 10, "num_hidden_layers": 2}
     folder = tmp_path_factory.mktemp("models") / "odd"
     return build_tiny_model(folder, tie_word_embeddings=False, vocab_size=901, **shape)
-
-
-pytestmark = pytest.mark.xdist_group("ranks")
-"""All compare what was played once."""
 
 
 @pytest.fixture(scope="module")
