@@ -410,6 +410,8 @@ def main() -> int:
     model, num_repetitions = setting.load(), 1 if args.quick else args.repetitions
     rows = list(trie_rows(is_quick=args.quick))
     print(LEGEND, *map(show, rows), sep="\n", flush=True)
+    if args.quick:
+        print("one repetition of short calls: what follows shows that it runs, its ratios mean nothing", flush=True)
     kept = [(row.value < MAX_TRIE_S, f"{row.case}: {row.value:.2f} s, below {MAX_TRIE_S:.0f} s") for row in rows]
     for name in args.sets or (QUICK_SETS if args.quick else DEFAULT_SETS):
         longest = max(len(turn.context + turn.reply) for turns in setting.batch(name).episodes for turn in turns)
