@@ -14,8 +14,9 @@ from sqlmodel import Session
 from a3r import store
 from a3r.errors import UsageError
 from experiments_db import browse, plots, queries
-from experiments_db.engine import Database, home_folder, open_database
+from experiments_db.engine import Database, open_database
 from experiments_db.errors import NotFoundError
+from experiments_db.home import home_folder
 from experiments_db.models import StudyKind
 from experiments_db.text import plain
 

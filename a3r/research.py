@@ -29,7 +29,8 @@ from a3r.report import write
 from a3r.report.slots import filled
 from a3r.verify import verify
 from a3r.workshop import VibeWorkshop, refuse_impossible
-from experiments_db.engine import Database, home_folder, open_database
+from experiments_db.engine import Database, open_database
+from experiments_db.home import home_folder
 from experiments_db.models import ClaimForm, StudyStatus
 
 PACKAGES = ("a3r", "torch", "transformers", "langgraph", "numpy", "scipy")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,13 +32,11 @@ from experiments_db.errors import (
     UnavailableError,
     first_line,
 )
+from experiments_db.home import HOME_VARIABLE, default_url
 from experiments_db.models import Row
 
 HEAD = "0003_health_warnings"
 """The migration that this version's tables need."""
-HOME_VARIABLE = "A3R_HOME"
-DEFAULT_HOME = ".a3r"
-FILE_NAME = "experiments.db"
 BUSY_TIMEOUT_S = 30
 """How long a process waits for another one's transaction. Ours are short; longer means that something hangs."""
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -64,28 +61,6 @@ DISK_FULL = "53100"
 """PostgreSQL's code for it."""
 ADVISORY_LOCK = 0x613372
 """Names our migrations among the advisory locks of a PostgreSQL database."""
-
-
-def home_folder(home: Path | str | None = None) -> Path:
-    """The folder that holds all state: as given, else A3R_HOME, else `.a3r` in the current folder. Not created here.
-
-    Raises:
-        UnavailableError: it begins with `~` and a name that no user has, or holds a question mark, which begins the
-            settings of a database's URL.
-    """
-    folder = Path(home or os.environ.get(HOME_VARIABLE) or DEFAULT_HOME)
-    try:
-        found = folder.expanduser().absolute()
-    except RuntimeError as error:
-        raise UnavailableError(f"{folder} begins with an unknown user; set {HOME_VARIABLE} to a whole path") from error
-    if "?" in str(found):
-        raise UnavailableError(f"{found} holds a question mark; set {HOME_VARIABLE} to a folder without one")
-    return found
-
-
-def default_url(home: Path | str | None = None) -> str:
-    """URL of the database in the home folder."""
-    return f"sqlite:///{home_folder(home) / FILE_NAME}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +118,7 @@ def open_database(url: str | None = None, home: Path | str | None = None) -> Dat
 
     Args:
         url: `sqlite:///FILE` or `postgresql://…`; None is `experiments.db` in the home folder.
-        home: see `home_folder`; only looked at where there is no URL.
+        home: see `home.home_folder`; only looked at where there is no URL.
     Raises:
         UnavailableError: it can't be opened; the message says what to do.
         NewerDatabaseError: a later version of A3R has migrated it.

@@ -73,7 +73,8 @@ def train(
 ) -> None:
     """Write a project for a game, train on it and show what was learned."""
     from vibe.project import parse_changes
-    from vibe.training import Request, train_from_words
+    from vibe.training import train_from_words
+    from vibe.writing import Request
 
     named = {"training.updates": updates, "training.eval_every": eval_every, "training.eval_games": eval_games}
     settings = {path: str(value) for path, value in named.items() if value is not None} | {"config.seed": str(seed)}
@@ -104,7 +105,7 @@ def new(
 ) -> None:
     """Write a project for a game and train nothing."""
     from vibe.project import parse_changes
-    from vibe.training import Request, write_from_words
+    from vibe.writing import Request, write_from_words
 
     write_from_words(
         Request(
@@ -121,7 +122,7 @@ def new(
 @app.command()
 def templates(as_json: Json = False) -> None:
     """List the games that can be described, with their rules."""
-    from vibe.training import show_templates
+    from vibe.writing import show_templates
 
     show_templates(as_json=as_json)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments_db.engine import home_folder
+from experiments_db.home import home_folder
 from vibe.errors import UsageError
 from vibe.project import RESULTS_FILE
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments_db.engine import home_folder
 from experiments_db.errors import ExperimentsDbError
+from experiments_db.home import home_folder
 from experiments_db.intervals import likelihood_interval
 from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, Task, read_token
 from swarm_engine.config import EngineConfig, PolicyConfig

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
-from experiments_db.engine import FILE_NAME, Database, open_database
+from experiments_db.engine import Database, open_database
+from experiments_db.home import FILE_NAME
 from experiments_db.ulid import new_ulid
 from experiments_db.writes import create_single_run
 

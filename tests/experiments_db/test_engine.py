@@ -21,7 +21,7 @@ from sqlalchemy.exc import OperationalError
 from sqlmodel import Session, col, select
 
 from experiments_db import engine as engine_module
-from experiments_db.engine import HEAD, Database, default_url, file_system_of, home_folder, open_database
+from experiments_db.engine import HEAD, Database, file_system_of, open_database
 from experiments_db.errors import (
     ExperimentsDbError,
     FullError,
@@ -30,6 +30,7 @@ from experiments_db.errors import (
     ReadOnlyError,
     UnavailableError,
 )
+from experiments_db.home import default_url, home_folder
 from experiments_db.models import Decision, Note, Row, StageKind, Study, StudyKind
 from experiments_db.writes import add_decision, add_prereg, add_stage, create_study
 

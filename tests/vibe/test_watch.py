@@ -13,7 +13,8 @@ import pytest
 
 from vibe.errors import StoppedError
 from vibe.project import SPEC_FILE, game_of, project_for
-from vibe.training import Request, Written, watch
+from vibe.training import watch
+from vibe.writing import Request, Written
 
 INTERRUPTS_ITS_PARENT = """
 import os, signal, sys
@@ -54,7 +55,8 @@ WATCHES = """
 import sys
 from pathlib import Path
 from vibe.project import ProjectSpec
-from vibe.training import Request, Written, watch
+from vibe.training import watch
+from vibe.writing import Request, Written
 folder = Path(sys.argv[1])
 watch(Request("tic-tac-toe", as_json=True), Written(ProjectSpec.load(folder), folder, "sha"), folder, "experiment")
 """
