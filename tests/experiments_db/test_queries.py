@@ -147,6 +147,15 @@ def test_an_interval_of_mirrored_rewards_is_the_mirrored_interval(rewards: list[
     assert one.low == pytest.approx(1 - (other.high or 0), abs=1e-6)
 
 
+@pytest.mark.parametrize("unit", [1e-9, 1e9])
+def test_an_interval_is_as_exact_in_any_unit(unit: float) -> None:
+    rewards = [0.0, 0.25, 0.25, 0.5, 0.75, 1.0, 8.0]
+    one, other = likelihood_interval(rewards), likelihood_interval([unit * reward for reward in rewards])
+    assert one is not None
+    assert other is not None
+    assert (other.low, other.high) == pytest.approx((unit * (one.low or 0), unit * (one.high or 0)), rel=1e-9, abs=0)
+
+
 def test_the_interval_of_rewards_near_their_best_holds_the_truth_as_often_as_it_says() -> None:
     rng = random.Random(0)
     held = 0
