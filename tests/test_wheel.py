@@ -76,7 +76,8 @@ def test_the_wheel_trains_and_shows_its_run_in_an_empty_folder(installed: Path, 
     assert where.returncode == 0, where.stderr
     trained = run(
         installed, tmp_path, "vibe", "train", "Play tic-tac-toe against a random opponent",
-        "--updates", "2", "--eval-games", "8", "--json",
+        "--updates", "2", "--eval-games", "4", "--json",
+        "--set", "trainer.group_size=2", "--set", "trainer.tasks_per_update=2",
     )  # fmt: skip
     assert trained.returncode == 0, trained.stderr[-2000:]
     assert json.loads(trained.stdout.splitlines()[-1])["event"] == "result"

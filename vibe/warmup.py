@@ -391,20 +391,21 @@ async def play(
 
     The i-th game's replies are drawn from a stream of its own, so the same seed twice is two attempts.
     """
+    codec = codec_of(policy)
     ends: list[dict[str, Any]] = []
     for start in range(0, len(games), SIDE_BY_SIDE):
-        ends += await _play_side_by_side(policy, host, games[start : start + SIDE_BY_SIDE], temperature, seed, start)
+        some = games[start : start + SIDE_BY_SIDE]
+        ends += await _play_side_by_side(policy, codec, host, some, temperature, seed, start)
     return ends
 
 
 async def _play_side_by_side(
-    policy: LoadedPolicy, host: EnvHost, games: Sequence[int], temperature: float, seed: int, first: int
+    policy: LoadedPolicy, codec: Any, host: EnvHost, games: Sequence[int], temperature: float, seed: int, first: int
 ) -> list[dict[str, Any]]:
     from swarm_engine.protocol import Generate, Sampled
     from swarm_engine.sampler.slots import SlotSampler
     from swarm_engine.types import SamplingParams
 
-    codec = codec_of(policy)
     sampler = SlotSampler(policy.model, policy.end_ids, max_running=len(games))
     envs = [host.env() for _ in games]
     turns = list(await asyncio.gather(*(env.reset(game) for env, game in zip(envs, games, strict=True))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,32 +82,56 @@ def test_the_folder_is_named_by_all_that_decides_the_weights() -> None:
     assert len({name, *others}) == 6
 
 
-def test_a_warm_up_is_done_once_and_its_card_kept(tmp_path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A warm-up, and all that was left of it."""
+
+    root: Path
+    name: str
+    card: Card
+    told: list[str]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.root / self.name / "model.safetensors").read_bytes()
+
+
+RULES = NIM.rules(stones=9)
+
+
+def make(root: Path) -> Made:
     told: list[str] = []
-    rules = NIM.rules(stones=9)
-    name, card = asyncio.run(warmup.warm_up(NIM, rules, tmp_path, plan=TINY, tell=told.append))
-    assert card.rules == rules
-    assert card.plan == TINY
-    assert card.num_conversations == 30
-    assert any("nim" in line and "20%" in line for line in told)
-    folder = tmp_path / name
+    return Made(root, *asyncio.run(warmup.warm_up(NIM, RULES, root, plan=TINY, tell=told.append)), told)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.xdist_group("warm-up")
+def test_a_warm_up_is_done_once_and_its_card_kept(made: Made) -> None:
+    assert made.card.rules == RULES
+    assert made.card.plan == TINY
+    assert made.card.num_conversations == 30
+    assert any("nim" in line and "20%" in line for line in made.told)
     assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "warmup.json"} <= {
-        path.name for path in folder.iterdir()
+        path.name for path in (made.root / made.name).iterdir()
     }
-    weights = (folder / "model.safetensors").read_bytes()
-    again: list[str] = []
-    assert asyncio.run(warmup.warm_up(NIM, rules, tmp_path, plan=TINY, tell=again.append)) == (name, card)
-    assert again == []
-    assert (folder / "model.safetensors").read_bytes() == weights
-    assert [path.name for path in tmp_path.iterdir()] == [name], "no draft is left"
+    weights = made.weights
+    again = make(made.root)
+    assert (again.name, again.card, again.told) == (made.name, made.card, [])
+    assert again.weights == weights
+    assert [path.name for path in made.root.iterdir()] == [made.name], "no draft is left"
 
 
-def test_the_same_plan_gives_the_same_weights(tmp_path: Path) -> None:
-    for root in ("a", "b"):
-        asyncio.run(warmup.warm_up(NIM, NIM.defaults, tmp_path / root, plan=TINY))
-    name = warmup.folder_name(NIM, NIM.defaults, TINY)
-    first, second = ((tmp_path / root / name / "model.safetensors").read_bytes() for root in ("a", "b"))
-    assert first == second
+@pytest.mark.xdist_group("warm-up")
+def test_the_same_plan_gives_the_same_weights(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "NUM_LEVEL_GAMES", 2)  # measured when the weights are made
+    monkeypatch.setattr(warmup, "NUM_PROBE_GROUPS", 1)
+    other = make(tmp_path / "elsewhere")
+    assert other.told, "it was made anew"
+    assert (other.name, other.weights) == (made.name, made.weights)
 
 
 def test_an_unknown_game_is_tried_with_random_play_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,12 @@ from sqlmodel import func, select
 
 from experiments_db.engine import open_database
 from experiments_db.models import EpisodeRow, EvalItem, Experiment, Job, JobState, MetricPoint
+from vibe import cli
 
 SENTENCE = "Play tic-tac-toe against a random opponent"
 TINY = ["--set", "trainer.group_size=2", "--set", "trainer.tasks_per_update=2", "--eval-games", "4"]
+
+Vibe = Callable[..., tuple[int, str, str]]
 
 
 def start(home: Path, *words: str) -> subprocess.Popen[str]:
@@ -29,10 +34,26 @@ def start(home: Path, *words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def vibe(home: Path, *words: str) -> tuple[int, str, str]:
+def run(home: Path, *words: str) -> tuple[int, str, str]:
+    """The command in a process of its own: its exit code, output and errors."""
     process = start(home, *words)
     out, said = process.communicate(timeout=180)
     return process.returncode, out, said
+
+
+@pytest.fixture
+def vibe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vibe:
+    """The command in this process, for what trains nothing: its exit code, output and errors."""
+
+    def answer(home: Path, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("A3R_HOME", str(home))
+        monkeypatch.setenv("COLUMNS", "120")
+        monkeypatch.setattr(sys, "argv", ["vibe", *words])
+        code = cli.main()
+        out, said = capsys.readouterr()
+        return code, out, said
+
+    return answer
 
 
 def rows(home: Path, table: Any) -> list[Any]:
@@ -41,7 +62,7 @@ def rows(home: Path, table: Any) -> list[Any]:
 
 
 def test_new_writes_a_project_and_says_what_became_of_the_words(tmp_path: Path) -> None:
-    code, out, said = vibe(tmp_path, "new", "Nim with 21 stones and 5 referees", "--out", str(tmp_path / "nim"))
+    code, out, said = run(tmp_path, "new", "Nim with 21 stones and 5 referees", "--out", str(tmp_path / "nim"))
     assert code == 0, said
     assert "stones = 21" in out
     assert "5 referees" in out
@@ -49,7 +70,7 @@ def test_new_writes_a_project_and_says_what_became_of_the_words(tmp_path: Path) 
     assert json.loads((tmp_path / "nim" / "spec.json").read_text(encoding="utf-8"))["rules"]["stones"] == 21
 
 
-def test_new_with_json_prints_the_spec_and_the_project(tmp_path: Path) -> None:
+def test_new_with_json_prints_the_spec_and_the_project(vibe: Vibe, tmp_path: Path) -> None:
     code, out, said = vibe(tmp_path, "new", SENTENCE, "--json")
     assert code == 0, said
     spec, project = map(json.loads, out.splitlines())
@@ -59,7 +80,7 @@ def test_new_with_json_prints_the_spec_and_the_project(tmp_path: Path) -> None:
     assert Path(project["path"]).is_relative_to(tmp_path)
 
 
-def test_templates_lists_every_game_with_its_rules(tmp_path: Path) -> None:
+def test_templates_lists_every_game_with_its_rules(vibe: Vibe, tmp_path: Path) -> None:
     code, out, _ = vibe(tmp_path, "templates", "--json")
     assert code == 0
     found = {event["name"]: event["rules"] for event in map(json.loads, out.splitlines())}
@@ -83,7 +104,7 @@ def test_templates_lists_every_game_with_its_rules(tmp_path: Path) -> None:
         (["play", SENTENCE], "play"),
     ],
 )
-def test_bad_input_is_refused_in_words(words: list[str], said: str, tmp_path: Path) -> None:
+def test_bad_input_is_refused_in_words(words: list[str], said: str, vibe: Vibe, tmp_path: Path) -> None:
     code, _, error = vibe(tmp_path, *words)
     assert code == 2
     assert said in error
@@ -91,7 +112,14 @@ def test_bad_input_is_refused_in_words(words: list[str], said: str, tmp_path: Pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_home_that_no_database_can_be_in_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_what_is_refused_ends_the_process_with_its_code(tmp_path: Path) -> None:
+    code, out, said = run(tmp_path, "train", "")
+    assert (code, out) == (2, "")
+    assert said.startswith("error: the description says nothing")
+    assert "Traceback" not in said
+
+
+def test_a_home_that_no_database_can_be_in_is_refused_before_anything_is_written(vibe: Vibe, tmp_path: Path) -> None:
     code, out, said = vibe(tmp_path / "really?", "new", SENTENCE)
     assert code == 1
     assert out == ""
@@ -99,11 +127,62 @@ def test_a_home_that_no_database_can_be_in_is_refused_before_anything_is_written
     assert list(tmp_path.iterdir()) == []
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A training that has ended, and what the commands around it said."""
+
+    home: Path
+    pid: int
+    code: int
+    out: str
+    said: str
+    refused: tuple[int, str, str] | None = None
+    """What a second command got that was given the same folder while the training ran."""
+
+
+def wait_for_line(process: subprocess.Popen[str], begins: str) -> None:
+    """Read on until a line of the output begins like this."""
+    assert process.stdout
+    assert any(line.startswith(begins) for line in process.stdout), f"{begins!r} never came"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A training from beginning to end, whose folder a second command was given meanwhile."""
+    home = tmp_path_factory.mktemp("whole")
+    words = ["train", SENTENCE, "--updates", "2", *TINY, "--json", "--run-dir", str(home / "run")]
+    first = start(home, *words)
+    while not (home / "run" / "command.lock").exists():
+        assert first.poll() is None
+        time.sleep(0.02)
+    first.send_signal(signal.SIGSTOP)  # so that it can't end before the second one looks
+    refused = run(home, *words)
+    first.send_signal(signal.SIGCONT)
+    out, said = first.communicate(timeout=180)
+    return Finished(home, first.pid, first.returncode, out, said, refused)
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A training whose command was killed with SIGKILL after an update and typed again, for people both times."""
+    home = tmp_path_factory.mktemp("resumed")
+    words = ["train", SENTENCE, "--updates", "2", *TINY, "--run-dir", str(home / "run")]
+    killed = start(home, *words)
+    wait_for_line(killed, "step")
+    children = psutil.Process(killed.pid).children(recursive=True)
+    killed.kill()
+    killed.communicate(timeout=60)
+    assert not psutil.wait_procs(children, timeout=60)[1]
+    again = start(home, *words)
+    out, said = again.communicate(timeout=180)
+    return Finished(home, again.pid, again.returncode, out, said)
+
+
 @pytest.mark.slow
-def test_train_ends_with_its_result_and_rows_for_everything(tmp_path: Path) -> None:
-    code, out, said = vibe(tmp_path, "train", SENTENCE, "--updates", "2", *TINY, "--json")
-    assert code == 0, said
-    events = [json.loads(line) for line in out.splitlines()]
+@pytest.mark.xdist_group("vibe-whole")
+def test_train_ends_with_its_result_and_rows_for_everything(whole: Finished) -> None:
+    assert whole.code == 0, whole.said
+    events = [json.loads(line) for line in whole.out.splitlines()]
     result = events[-1]
     assert result["event"] == "result"
     assert [event["event"] for event in events].count("result") == 1
@@ -111,33 +190,49 @@ def test_train_ends_with_its_result_and_rows_for_everything(tmp_path: Path) -> N
     assert {(event["label"], event["temperature"]) for event in result["evaluations"]} == {
         ("before", 1), ("before", 0), ("after", 1), ("after", 0),
     }  # fmt: skip
-    (experiment,) = rows(tmp_path, Experiment)
+    (experiment,) = rows(whole.home, Experiment)
     assert experiment.id == result["run"]
-    (job,) = rows(tmp_path, Job)
+    (job,) = rows(whole.home, Job)
     assert (job.state, job.exit_code) == (JobState.SUCCEEDED, 0)
-    rewards = {point.step: point.value for point in rows(tmp_path, MetricPoint) if point.name == "reward_mean"}
+    rewards = {point.step: point.value for point in rows(whole.home, MetricPoint) if point.name == "reward_mean"}
     assert rewards == {event["step"]: event["metrics"]["reward_mean"] for event in events if event["event"] == "step"}
-    with open_database(home=tmp_path) as database, database.read() as session:
+    with open_database(home=whole.home) as database, database.read() as session:
         assert session.exec(select(func.count()).select_from(EvalItem)).one() == 4 * 4
         assert session.exec(select(func.count()).select_from(EpisodeRow)).one() >= 2 * 4 + 4 * 4
 
 
 @pytest.mark.slow
-def test_a_terminal_gets_tables_games_and_where_everything_is(tmp_path: Path) -> None:
-    code, out, said = vibe(tmp_path, "train", SENTENCE, "--updates", "1", *TINY)
-    assert code == 0, said
-    for shown in ("it means", "held-out game 3", "temperature 1", "random legal play", "curve.png", "project"):
-        assert shown in out
+@pytest.mark.xdist_group("vibe-whole")
+def test_a_second_command_in_a_folder_is_refused_and_the_first_goes_on(whole: Finished) -> None:
+    assert whole.refused
+    code, _, said = whole.refused
+    assert code == 2
+    assert f"process {whole.pid}" in said
+    assert whole.code == 0, whole.said
+    assert [job.state for job in rows(whole.home, Job)] == [JobState.SUCCEEDED]
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("vibe-resumed")
+def test_after_a_kill_the_same_command_goes_on(resumed: Finished) -> None:
+    assert resumed.code == 0, resumed.said
+    assert [job.state for job in rows(resumed.home, Job)] == [JobState.LOST, JobState.SUCCEEDED]
+    steps = [point.step for point in rows(resumed.home, MetricPoint) if point.name == "reward_mean"]
+    assert sorted(steps) == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vibe-resumed")
+def test_a_terminal_gets_tables_games_and_where_everything_is(resumed: Finished) -> None:
+    for shown in ("it means", "held-out game 3", "temperature 1", "random legal play", "curve.png", "project"):
+        assert shown in resumed.out
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(vibe: Vibe, tmp_path: Path) -> None:
     words = ["train", SENTENCE, "--updates", "3", *TINY, "--json"]
     process = start(tmp_path, *words)
-    assert process.stdout
-    for line in process.stdout:
-        if json.loads(line)["event"] == "step":
-            break
+    wait_for_line(process, '{"event": "step"')
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 4, "train.py, the swarm's front, its worker and the game's process"
     process.send_signal(signal.SIGINT)
@@ -148,7 +243,7 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
     (job,) = rows(tmp_path, Job)
     assert job.state is JobState.CANCELLED
 
-    code, out, said = vibe(tmp_path, *words, "--run-dir", run_dir)
+    code, out, said = run(tmp_path, *words, "--run-dir", run_dir)
     assert code == 0, said
     assert json.loads(out.splitlines()[-1])["event"] == "result"
     assert [job.state for job in rows(tmp_path, Job)] == [JobState.CANCELLED, JobState.SUCCEEDED]
@@ -159,39 +254,3 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
     code, _, said = vibe(tmp_path, *words, "--run-dir", run_dir)
     assert code == 2
     assert "finished" in said
-
-
-@pytest.mark.slow
-def test_after_a_kill_the_same_command_goes_on(tmp_path: Path) -> None:
-    words = ["train", SENTENCE, "--updates", "2", *TINY, "--json", "--run-dir", str(tmp_path / "run")]
-    process = start(tmp_path, *words)
-    assert process.stdout
-    for line in process.stdout:
-        if json.loads(line)["event"] == "step":
-            break
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.communicate(timeout=60)
-    assert not psutil.wait_procs(children, timeout=60)[1]
-
-    code, _, said = vibe(tmp_path, *words)
-    assert code == 0, said
-    assert [job.state for job in rows(tmp_path, Job)] == [JobState.LOST, JobState.SUCCEEDED]
-    steps = [point.step for point in rows(tmp_path, MetricPoint) if point.name == "reward_mean"]
-    assert sorted(steps) == [1, 2]
-
-
-def test_a_second_command_in_a_folder_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
-    words = ["train", SENTENCE, "--updates", "1", *TINY, "--json", "--run-dir", str(tmp_path / "run")]
-    first = start(tmp_path, *words)
-    while not (tmp_path / "run" / "command.lock").exists():
-        assert first.poll() is None
-        time.sleep(0.02)
-    first.send_signal(signal.SIGSTOP)  # so that it can't end before the second one looks
-    code, _, said = vibe(tmp_path, *words)
-    first.send_signal(signal.SIGCONT)
-    assert code == 2
-    assert f"process {first.pid}" in said
-    first.communicate(timeout=180)
-    assert first.returncode == 0
-    assert [job.state for job in rows(tmp_path, Job)] == [JobState.SUCCEEDED]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ TINY = [
     "--eval-every",
     "2",
 ]
+
+Finished = tuple[int, list[dict[str, Any]], str]
+"""Exit code, events and errors of a training."""
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +61,7 @@ def until(process: subprocess.Popen[str], holds: Callable[[dict[str, Any]], bool
     return next(event for event in events_of(process) if holds(event))
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:
+def finish(process: subprocess.Popen[str]) -> Finished:
     out, said = process.communicate(timeout=120)
     return process.returncode, [json.loads(line) for line in out.splitlines()], said
 
@@ -71,8 +75,37 @@ def are_gone(processes: Sequence[psutil.Process]) -> bool:
     return not alive
 
 
-def test_a_run_measures_learns_and_measures_again(project: Path, tmp_path: Path) -> None:
-    code, events, said = finish(train(project, tmp_path / "run", "--updates", "3"))
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A training from beginning to end, and what two others got that were started in its folder."""
+
+    run_dir: Path
+    pid: int
+    finished: Finished
+    meanwhile: Finished
+    afterwards: Finished
+
+
+@pytest.fixture(scope="module")
+def whole(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    words = ["--updates", "3"]
+    first = train(project, run_dir, *words)
+    seen: list[dict[str, Any]] = []
+    for event in events_of(first):
+        seen.append(event)
+        if event["event"] == "evaluation":
+            break
+    first.send_signal(signal.SIGSTOP)  # so that it can't end before the second one looks
+    meanwhile = finish(train(project, run_dir, *words))
+    first.send_signal(signal.SIGCONT)
+    code, events, said = finish(first)
+    return Whole(run_dir, first.pid, (code, seen + events, said), meanwhile, finish(train(project, run_dir, *words)))
+
+
+@pytest.mark.xdist_group("training-whole")
+def test_a_run_measures_learns_and_measures_again(whole: Whole) -> None:
+    code, events, said = whole.finished
     assert code == 0, said
     kinds = [event["event"] for event in events]
     assert kinds[0] == "begin"
@@ -86,21 +119,29 @@ def test_a_run_measures_learns_and_measures_again(project: Path, tmp_path: Path)
     assert measured == [
         ("before", 0, 1, 4), ("before", 0, 0, 4), ("during", 2, 1, 4), ("after", 3, 1, 4), ("after", 3, 0, 4),
     ]  # fmt: skip
-    results = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
+    results = json.loads((whole.run_dir / "results.json").read_text(encoding="utf-8"))
     assert [level["player"] for level in results["levels"]] == ["random", "scripted"]
     assert len(results["steps"]) == 3
     assert all(len(event["samples"]) == 3 for event in results["evaluations"])
 
 
-def test_a_finished_run_is_not_run_again(project: Path, tmp_path: Path) -> None:
-    assert finish(train(project, tmp_path / "run", "--updates", "0"))[0] == 0
-    code, _, said = finish(train(project, tmp_path / "run", "--updates", "0"))
+@pytest.mark.xdist_group("training-whole")
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(whole: Whole) -> None:
+    code, _, said = whole.meanwhile
+    assert code == 2
+    assert f"process {whole.pid}" in said
+    assert whole.finished[0] == 0, whole.finished[2]
+
+
+@pytest.mark.xdist_group("training-whole")
+def test_a_finished_run_is_not_run_again(whole: Whole) -> None:
+    code, _, said = whole.afterwards
     assert code == 2
     assert "finished" in said
     assert "--run-dir" in said
 
 
-def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(project: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process_and_only_the_same_command_goes_on(project: Path, tmp_path: Path) -> None:
     first = train(project, tmp_path / "run", "--updates", "4")
     until(first, lambda event: event["event"] == "step" and event["step"] == 2)
     children = family(first)
@@ -110,6 +151,9 @@ def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(project: Path, tm
     assert code == 130
     assert "goes on" in said
     assert are_gone(children)
+    code, _, said = finish(train(project, tmp_path / "run", "--updates", "4", "--seed", "5"))
+    assert code == 2
+    assert "config.seed" in said
     code, events, said = finish(train(project, tmp_path / "run", "--updates", "4"))
     assert code == 0, said
     assert [event["step"] for event in events if event["event"] == "step"] in ([3, 4], [4])
@@ -147,28 +191,6 @@ def test_a_worker_that_dies_is_started_again_once(project: Path, tmp_path: Path)
 def kill_worker(process: subprocess.Popen[str]) -> None:
     (worker,) = [child for child in family(process) if "swarm_engine.worker" in child.cmdline()]
     worker.kill()
-
-
-def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(project: Path, tmp_path: Path) -> None:
-    first = train(project, tmp_path / "run", "--updates", "2")
-    until(first, lambda event: event["event"] == "evaluation")
-    first.send_signal(signal.SIGSTOP)  # so that it can't end before the second one looks
-    code, _, said = finish(train(project, tmp_path / "run", "--updates", "2"))
-    first.send_signal(signal.SIGCONT)
-    assert code == 2
-    assert f"process {first.pid}" in said
-    code, _, said = finish(first)
-    assert code == 0, said
-
-
-def test_going_on_with_other_settings_is_refused(project: Path, tmp_path: Path) -> None:
-    first = train(project, tmp_path / "run", "--updates", "1000")
-    until(first, lambda event: event["event"] == "evaluation")
-    first.send_signal(signal.SIGTERM)
-    assert finish(first)[0] == 130
-    code, _, said = finish(train(project, tmp_path / "run", "--updates", "1000", "--seed", "5"))
-    assert code == 2
-    assert "config.seed" in said
 
 
 def test_a_run_trains_on_a_swarm_that_is_there(project: Path, tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def test_a_warm_up_takes_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         return clone(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cloning, "clone", counted)
+    monkeypatch.setattr(warmup, "NUM_LEVEL_GAMES", 2)  # what the weights can do is not asked here
+    monkeypatch.setattr(warmup, "NUM_PROBE_GROUPS", 1)
     torch.set_num_threads(2)
     try:
         asyncio.run(warmup.build(NIM, NIM.defaults, TINY))

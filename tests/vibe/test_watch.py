@@ -102,3 +102,4 @@ def test_a_training_started_by_hand_needs_no_standard_input(stdin: int, tmp_path
         training.communicate(timeout=2)  # which closes the pipe
     training.terminate()
     training.communicate(timeout=10)
+    assert training.returncode == 130
