@@ -414,7 +414,7 @@ def test_a_run_is_found_by_enough_of_its_id(database: Database, study: Study) ->
         assert find_run(session, whole.lower()) == whole
         assert find_run(session, whole[-8:]) == whole
         with pytest.raises(NotFoundError, match=r"fits 4 runs: .* give more of the id"):
-            find_run(session, whole[:6])
+            find_run(session, whole[:2])
         with pytest.raises(NotFoundError, match=f"there is no run 'zz'; the newest is {study.runs[3]}"):
             find_run(session, "zz")
         with pytest.raises(NotFoundError, match="there is no run ' '"):
