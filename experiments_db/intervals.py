@@ -7,6 +7,7 @@ several. Calls, tokens and attempts at one task never count as values of their o
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,33 +120,8 @@ def _unlikeliness(counts: Mapping[float, int], mu: float) -> float:
 
 
 def _root(function: Callable[[float], float], one: float, other: float) -> float:
-    """Where a continuous function is 0 that has different signs at two places; to about 1e-14 of their distance.
+    # Imported here: it takes longer than everything else that a listing does.
+    from scipy.optimize import brentq
 
-    By inverse quadratic interpolation through the last three places where that can be trusted, else by halving.
-    Written here because SciPy's own takes longer to import than a short command runs.
-    Source: Chandrupatla 1997, doi:10.1016/S0965-9978(96)00051-8.
-    """
     close = 1e-14 * abs(other - one)
-    at_one, at_other = function(one), function(other)
-    assert at_one * at_other <= 0, f"no change of sign between {one} ({at_one}) and {other} ({at_other})"
-    part = 0.5
-    while True:
-        new = one + part * (other - one)
-        at_new = function(new)
-        if at_new * at_one > 0:
-            old, at_old = one, at_one
-        else:
-            old, at_old = other, at_other
-            other, at_other = one, at_one
-        one, at_one = new, at_new
-        if at_one == 0 or abs(other - one) <= 2 * close:
-            return one
-        least = close / abs(other - one)
-        place, height = (one - other) / (old - other), (at_one - at_other) / (at_old - at_other)
-        if height**2 < place and (1 - height) ** 2 < 1 - place:
-            part = at_one / (at_other - at_one) * at_old / (at_other - at_old) + (
-                (old - one) / (other - one) * at_one / (at_old - at_one) * at_other / (at_old - at_other)
-            )
-            part = min(max(part, least), 1 - least)
-        else:
-            part = 0.5
+    return float(brentq(function, one, other, xtol=max(close, sys.float_info.min)))

@@ -45,6 +45,7 @@ def without_clocks(value: Any) -> Any:
 
 
 def test_tic_tac_toe_rises_within_eight_updates(project: Path, tmp_path: Path) -> None:
+    """With this seed; how much it rises with others, and over more updates, benchmarks/learning.py says."""
     results = train(project, tmp_path / "run", "--updates", "8", "--eval-games", "60")
     level = {event["label"]: event["mean"] for event in results["evaluations"] if event["temperature"] == 1}
     assert level["after"] - level["before"] > 0.1, level
