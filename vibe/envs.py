@@ -121,6 +121,8 @@ class EnvHost:
             async with self._starting:
                 if self._child is None or not self._child.is_alive:
                     assert self._scratch, "use it in `async with`"
+                    if self._child is not None:
+                        await self._child.end(EnvCrashedError("another process takes over"))
                     self._child = await _Child.start(self._project, self._limits, self._scratch.name)
         return self._child
 

@@ -163,7 +163,9 @@ def test_saves_and_exports_during_an_update_hold_the_weights_after_it(tmp_path: 
 def after_a_kill(served: Served, killed: str, gate: Gate) -> Served:
     """The server that runs once the worker or the front was killed."""
     if killed == "front":
+        workers = psutil.Process(served.pid).children()
         served.stop(signal.SIGKILL)
+        assert not psutil.wait_procs(workers, timeout=60)[1], "the next opening would let its update pass"
         return serve_process(served.run_dir, worker=gate.command)
     (worker,) = psutil.Process(served.pid).children()
     worker.kill()
