@@ -10,7 +10,6 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from a3r.graph.build import build_graph
 from a3r.graph.leader import load_draft
 from a3r.graph.lease import lease
 from a3r.graph.runner import observe
-from a3r.graph.state import GRAPH_VERSION, Deps, StudyState
+from a3r.graph.state import GRAPH_VERSION, Approval, Deps, StudyState
 from a3r.prereg.plan import Plan
 from experiments_db.models import ExperimentStatus, StudyStatus
 
@@ -33,14 +32,6 @@ POLL_S = 0.5
 """Between two looks at the jobs. Nothing depends on it but how fast an ended job is noticed."""
 MAX_SUPERSTEPS = 10_000
 ENDED = (StudyStatus.DONE, StudyStatus.FAILED, StudyStatus.ABANDONED)
-
-
-@dataclass(frozen=True, slots=True)
-class Approval:
-    """What was said about a plan."""
-
-    is_approved: bool
-    by: str
 
 
 Ask = Callable[[Plan], Approval]
