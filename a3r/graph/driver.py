@@ -107,16 +107,17 @@ def saver(path: Path) -> Iterator[SqliteSaver]:
 def _run(graph: Any, config: RunnableConfig, study_id: str, deps: Deps, ask: Ask) -> None:
     """Invoke, answer what the graph waits for, invoke again."""
     snapshot = graph.get_state(config)
-    if not snapshot.next and not snapshot.values:
+    if snapshot.metadata is None:
         start: StudyState = {"study_id": study_id, "graph_version": GRAPH_VERSION}
         graph.invoke(start, config, durability="sync")
         snapshot = graph.get_state(config)
-    elif snapshot.values.get("graph_version") != GRAPH_VERSION:
+    elif snapshot.values and snapshot.values["graph_version"] != GRAPH_VERSION:
         raise StudyVersionError(
-            f"the checkpoint of study {study_id} is of graph version {snapshot.values.get('graph_version')}, "
+            f"the checkpoint of study {study_id} is of graph version {snapshot.values['graph_version']}, "
             f"this is {GRAPH_VERSION}"
         )
-    while snapshot.next:
+    # Not `next`: that leaves out a node whose outcome is kept but not taken over, as a kill between two steps does.
+    while snapshot.tasks:
         if not snapshot.interrupts:
             # Killed within a node: it runs again from its start.
             graph.invoke(None, config, durability="sync")
@@ -140,12 +141,12 @@ def _answer(waiting: dict[str, Any], study_id: str, deps: Deps, ask: Ask) -> dic
 
 
 def _watch(study_id: str, stage: int, deps: Deps) -> None:
-    """Until a job of the stage has ended."""
+    """Until a job of the stage has ended; not at all where none is open: a kill may come after all were collected."""
     plan = store.plan_of(deps.database, study_id)
     every = store.runs(deps.database, study_id)
     runs = [run for run in every if run.stage == stage and run.job_key and not run.is_settled]
     keys = [run.job_key for run in runs if run.job_key]
-    while True:
+    while keys:
         statuses = deps.executor.poll(keys)
         deps.tell("jobs", stage=stage, plan=plan, every=every, runs=runs, statuses=statuses)
         if len(statuses) < len(keys) or any(status.state.is_final for status in statuses.values()):
