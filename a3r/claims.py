@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from a3r.errors import ReportError
+from a3r.prereg.check import MIN_SEEDS
 from a3r.prereg.plan import Arm, MetricKind, Plan
 from a3r.prereg.tree import Leaf
-from a3r.report import lint, slots
-from experiments_db.models import ClaimForm, ClaimStrength
+from a3r.report import figures, lint, slots
+from a3r.report.bundle import Bundle
+from experiments_db.models import ClaimForm, ClaimStrength, OwnerType, Severity
 
 OPENINGS: Mapping[ClaimStrength, str] = {
     ClaimStrength.DESCRIPTIVE: "In these runs ",
@@ -46,6 +48,60 @@ class ClaimDraft:
     """Code of the hypothesis it answers."""
     caveats: tuple[str, ...] = ()
     """With slots."""
+
+
+def drafts(bundle: Bundle) -> list[tuple[ClaimDraft, Leaf | None]]:
+    """The study's claims with the leaf that each has to agree with."""
+    plan, look = bundle.plan, bundle.look
+    if look == 0:
+        return [(failed_early(plan), None)]
+    told = figures.told_key(look, bundle.numbers)
+    found: list[tuple[ClaimDraft, Leaf | None]] = []
+    for arm in plan.treated:
+        leaf = bundle.leaf_of(arm.key)
+        assert leaf is not None, f"the tree was read for {arm.key}"
+        strength = strength_of(bundle, arm.key, leaf)
+        caveats = caveats_of(bundle, arm.key, leaf)
+        draft = compared(plan, arm, leaf, look, strength=strength, told=told, caveats=caveats)
+        found.append((draft, leaf))
+    found += [(learned(arm, plan, look), None) for arm in plan.arms if f"rise/{arm.key}/look{look}" in bundle.numbers]
+    return found
+
+
+def strength_of(bundle: Bundle, arm: str, leaf: Leaf) -> ClaimStrength:
+    """How well a contrast's claim stands; nothing in a study without fresh seeds is confirmed."""
+    if leaf is Leaf.TOO_MANY_FAILURES:
+        return ClaimStrength.DESCRIPTIVE
+    number = bundle.numbers[f"contrast/{arm}/look{bundle.look}"]
+    overridden = any(decision.overridden_by for _, decision in bundle.decisions)
+    suspect = any(
+        finding.target_type is OwnerType.STAGE and finding.severity is Severity.HIGH and finding.resolved_by is None
+        for finding in bundle.findings
+    )
+    is_result = leaf in {Leaf.SUPERIOR, Leaf.INFERIOR, Leaf.EQUIVALENT}
+    if is_result and number.n_seeds >= MIN_SEEDS and not overridden and not suspect:
+        return ClaimStrength.SUPPORTED
+    return ClaimStrength.EXPLORATORY
+
+
+def caveats_of(bundle: Bundle, arm: str, leaf: Leaf) -> list[str]:
+    """What a reader of the claim has to know with it."""
+    plan = bundle.plan
+    number = bundle.numbers[f"contrast/{arm}/look{bundle.look}"]
+    found: list[str] = []
+    is_small = number.value is not None and abs(number.value) <= plan.metric.margin
+    if leaf in {Leaf.SUPERIOR, Leaf.INFERIOR} and is_small:
+        found.append("The difference is within ±{{f:margin}}, which the plan declared not to matter.")
+    pair = {arm, plan.reference.key}
+    records = [record for record in bundle.records if record.arm in pair]
+    if any(record.failure for record in records) and leaf is not Leaf.TOO_MANY_FAILURES:
+        found.append(
+            f"{{{{f:failed_pair/{arm}}}}} of {{{{f:runs_pair/{arm}}}}} runs failed and count as {{{{f:worst}}}}, "
+            "the worst value there is."
+        )
+    if plan.factor.path == "trainer.group_size":
+        found.append("At equal episodes the levels differ in tasks seen as well: {{f:tasks_note}}")
+    return found
 
 
 def compared(

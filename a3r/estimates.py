@@ -214,6 +214,7 @@ STUDY_CODE = (
     "a3r/planner/*.py",
     "a3r/prereg/*.py",
     "a3r/integrity.py",
+    "a3r/decisions.py",
     "a3r/claims.py",
     "a3r/workshop.py",
     "a3r/graph/*.py",

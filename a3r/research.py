@@ -15,8 +15,7 @@ from rich.console import Console
 from a3r import store
 from a3r.errors import A3RError, PlanError
 from a3r.executor import LocalExecutor
-from a3r.graph.driver import ENDED, Approval, drive
-from a3r.graph.state import GRAPH_VERSION, Deps
+from a3r.graph.state import GRAPH_VERSION, Approval, Deps
 from a3r.paths import Home
 from a3r.planner.builtin import builtin_catalogue
 from a3r.planner.design import Wishes, design
@@ -119,6 +118,9 @@ def fingerprint() -> dict[str, str | dict[str, str]]:
 
 
 def _go(study: str, database: Database, home: Home, executor: LocalExecutor, told: Reporter, *, yes: bool) -> int:
+    # Imported here: LangGraph takes longer than all that is done before a study runs, or where none does.
+    from a3r.graph.driver import ENDED, drive
+
     deps = Deps(
         database=database,
         home=home,

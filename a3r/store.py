@@ -428,11 +428,14 @@ def _record(session: Session, plan: Plan, view: RunView) -> RunRecord:
     ).all()
     measured: dict[int, Measurement] = {}
     for evaluation in evaluations:
-        items = session.exec(select(models.EvalItem).where(models.EvalItem.eval_run_id == evaluation.id)).all()
+        # Columns, not rows: a study reads its scores at every step, and has tens of thousands of them.
+        items = session.exec(
+            select(models.EvalItem.item_id, models.EvalItem.score).where(models.EvalItem.eval_run_id == evaluation.id)
+        )
         scores: dict[str, list[float]] = {}
-        for item in items:
-            if item.score is not None:
-                scores.setdefault(item.item_id, []).append(item.score)
+        for item_id, score in items:
+            if score is not None:
+                scores.setdefault(item_id, []).append(score)
         if scores:
             means = {name: math.fsum(scores[name]) / len(scores[name]) for name in sorted(scores)}
             measured[evaluation.step] = Measurement(evaluation.step, evaluation.step * group * tasks, means)

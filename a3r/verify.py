@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 
 from a3r import claims, estimates, store
 from a3r.analysis import contrasts, evidence
+from a3r.decisions import GO_ON, affordable, after_noise_floor
 from a3r.errors import A3RError, ReportError
 from a3r.estimates import Draft
-from a3r.graph.analyst import GO_ON, affordable, after_noise_floor
-from a3r.graph.reviewer import drafts
 from a3r.paths import StudyPaths
 from a3r.prereg.check import check
 from a3r.prereg.tree import decide
@@ -160,7 +159,7 @@ def _claims(
 ) -> Result:
     source = write.slots_of(bundle, title, check(bundle.plan))
     has_ended = bundle.claims or bundle.study.status is StudyStatus.DONE
-    expected = drafts(bundle) if has_ended else []
+    expected = claims.drafts(bundle) if has_ended else []
     recorded = {claim.key: claim for claim in bundle.claims}
     if extra := recorded.keys() - {draft.key for draft, _ in expected}:
         return Result("claims", False, f"claim {min(extra)} follows from no decision")

@@ -352,7 +352,7 @@ def num_runs_by_template(session: Session) -> dict[str, int]:
     """How many runs each template has, by name; those that have some."""
     template = col(Blueprint.template_id)
     query = sa_select(template, func.count()).join(Experiment, col(Experiment.blueprint_id) == col(Blueprint.id))
-    return dict(session.execute(query.group_by(template).order_by(template)).tuples().all())
+    return dict(session.execute(query.group_by(template).order_by(template)).all())
 
 
 def find_run(session: Session, text: str) -> str:

@@ -10,7 +10,6 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from a3r.graph.build import build_graph
 from a3r.graph.leader import load_draft
 from a3r.graph.lease import lease
 from a3r.graph.runner import observe
-from a3r.graph.state import GRAPH_VERSION, Deps, StudyState
+from a3r.graph.state import GRAPH_VERSION, Approval, Deps, StudyState
 from a3r.prereg.plan import Plan
 from experiments_db.models import ExperimentStatus, StudyStatus
 
@@ -33,14 +32,6 @@ POLL_S = 0.5
 """Between two looks at the jobs. Nothing depends on it but how fast an ended job is noticed."""
 MAX_SUPERSTEPS = 10_000
 ENDED = (StudyStatus.DONE, StudyStatus.FAILED, StudyStatus.ABANDONED)
-
-
-@dataclass(frozen=True, slots=True)
-class Approval:
-    """What was said about a plan."""
-
-    is_approved: bool
-    by: str
 
 
 Ask = Callable[[Plan], Approval]
@@ -116,16 +107,17 @@ def saver(path: Path) -> Iterator[SqliteSaver]:
 def _run(graph: Any, config: RunnableConfig, study_id: str, deps: Deps, ask: Ask) -> None:
     """Invoke, answer what the graph waits for, invoke again."""
     snapshot = graph.get_state(config)
-    if not snapshot.next and not snapshot.values:
+    if snapshot.metadata is None:
         start: StudyState = {"study_id": study_id, "graph_version": GRAPH_VERSION}
         graph.invoke(start, config, durability="sync")
         snapshot = graph.get_state(config)
-    elif snapshot.values.get("graph_version") != GRAPH_VERSION:
+    elif snapshot.values and snapshot.values["graph_version"] != GRAPH_VERSION:
         raise StudyVersionError(
-            f"the checkpoint of study {study_id} is of graph version {snapshot.values.get('graph_version')}, "
+            f"the checkpoint of study {study_id} is of graph version {snapshot.values['graph_version']}, "
             f"this is {GRAPH_VERSION}"
         )
-    while snapshot.next:
+    # Not `next`: that leaves out a node whose outcome is kept but not taken over, as a kill between two steps does.
+    while snapshot.tasks:
         if not snapshot.interrupts:
             # Killed within a node: it runs again from its start.
             graph.invoke(None, config, durability="sync")
@@ -149,12 +141,12 @@ def _answer(waiting: dict[str, Any], study_id: str, deps: Deps, ask: Ask) -> dic
 
 
 def _watch(study_id: str, stage: int, deps: Deps) -> None:
-    """Until a job of the stage has ended."""
+    """Until a job of the stage has ended; not at all where none is open: a kill may come after all were collected."""
     plan = store.plan_of(deps.database, study_id)
     every = store.runs(deps.database, study_id)
     runs = [run for run in every if run.stage == stage and run.job_key and not run.is_settled]
     keys = [run.job_key for run in runs if run.job_key]
-    while True:
+    while keys:
         statuses = deps.executor.poll(keys)
         deps.tell("jobs", stage=stage, plan=plan, every=every, runs=runs, statuses=statuses)
         if len(statuses) < len(keys) or any(status.state.is_final for status in statuses.values()):

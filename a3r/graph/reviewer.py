@@ -9,13 +9,12 @@ from sqlmodel import select
 from a3r import claims
 from a3r.claims import ClaimDraft
 from a3r.graph.state import Deps, StudyState
-from a3r.prereg.check import MIN_SEEDS, check
-from a3r.prereg.tree import Leaf
+from a3r.prereg.check import check
 from a3r.report import bundle as bundles
-from a3r.report import figures, publish, slots, write
+from a3r.report import publish, slots, write
 from a3r.report.bundle import Bundle
 from experiments_db import models, writes
-from experiments_db.models import ClaimStatus, ClaimStrength, OwnerType, Severity, StudyStatus
+from experiments_db.models import ClaimStatus, OwnerType, StudyStatus
 
 
 def reviewer(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, StudyState]:
@@ -27,7 +26,7 @@ def reviewer(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stu
     def draft_claims(state: StudyState) -> StudyState:
         """What each contrast came to, as a sentence with slots."""
         bundle = bundles.load(deps.database, state["study_id"])
-        for draft, _ in drafts(bundle):
+        for draft, _ in claims.drafts(bundle):
             _store(deps, bundle, draft, ClaimStatus.DRAFT)
         return {}
 
@@ -35,7 +34,7 @@ def reviewer(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stu
         """No typed number, no slot without a row, no sign or form but the decision's, no verb above the strength."""
         bundle = bundles.load(deps.database, state["study_id"])
         source = write.slots_of(bundle, title(bundle), check(bundle.plan))
-        for draft, leaf in drafts(bundle):
+        for draft, leaf in claims.drafts(bundle):
             claims.verify(draft, source, leaf, bundle.plan)
             _store(deps, bundle, draft, ClaimStatus.VERIFIED)
             deps.tell("claim", text=slots.filled(draft.text, source), strength=draft.strength.value)
@@ -60,62 +59,6 @@ def reviewer(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stu
     graph.add_edge("verify_claims", "publish_report")
     graph.add_edge("publish_report", END)
     return graph.compile()
-
-
-def drafts(bundle: Bundle) -> list[tuple[ClaimDraft, Leaf | None]]:
-    """The study's claims with the leaf that each has to agree with."""
-    plan, look = bundle.plan, bundle.look
-    if look == 0:
-        return [(claims.failed_early(plan), None)]
-    told = figures.told_key(look, bundle.numbers)
-    found: list[tuple[ClaimDraft, Leaf | None]] = []
-    for arm in plan.treated:
-        leaf = bundle.leaf_of(arm.key)
-        assert leaf is not None, f"the tree was read for {arm.key}"
-        strength = strength_of(bundle, arm.key, leaf)
-        caveats = caveats_of(bundle, arm.key, leaf)
-        draft = claims.compared(plan, arm, leaf, look, strength=strength, told=told, caveats=caveats)
-        found.append((draft, leaf))
-    found += [
-        (claims.learned(arm, plan, look), None) for arm in plan.arms if f"rise/{arm.key}/look{look}" in bundle.numbers
-    ]
-    return found
-
-
-def strength_of(bundle: Bundle, arm: str, leaf: Leaf) -> ClaimStrength:
-    """How well a contrast's claim stands; nothing in a study without fresh seeds is confirmed."""
-    if leaf is Leaf.TOO_MANY_FAILURES:
-        return ClaimStrength.DESCRIPTIVE
-    number = bundle.numbers[f"contrast/{arm}/look{bundle.look}"]
-    overridden = any(decision.overridden_by for _, decision in bundle.decisions)
-    suspect = any(
-        finding.target_type is OwnerType.STAGE and finding.severity is Severity.HIGH and finding.resolved_by is None
-        for finding in bundle.findings
-    )
-    is_result = leaf in {Leaf.SUPERIOR, Leaf.INFERIOR, Leaf.EQUIVALENT}
-    if is_result and number.n_seeds >= MIN_SEEDS and not overridden and not suspect:
-        return ClaimStrength.SUPPORTED
-    return ClaimStrength.EXPLORATORY
-
-
-def caveats_of(bundle: Bundle, arm: str, leaf: Leaf) -> list[str]:
-    """What a reader of the claim has to know with it."""
-    plan = bundle.plan
-    number = bundle.numbers[f"contrast/{arm}/look{bundle.look}"]
-    found: list[str] = []
-    is_small = number.value is not None and abs(number.value) <= plan.metric.margin
-    if leaf in {Leaf.SUPERIOR, Leaf.INFERIOR} and is_small:
-        found.append("The difference is within ±{{f:margin}}, which the plan declared not to matter.")
-    pair = {arm, plan.reference.key}
-    records = [record for record in bundle.records if record.arm in pair]
-    if any(record.failure for record in records) and leaf is not Leaf.TOO_MANY_FAILURES:
-        found.append(
-            f"{{{{f:failed_pair/{arm}}}}} of {{{{f:runs_pair/{arm}}}}} runs failed and count as {{{{f:worst}}}}, "
-            "the worst value there is."
-        )
-    if plan.factor.path == "trainer.group_size":
-        found.append("At equal episodes the levels differ in tasks seen as well: {{f:tasks_note}}")
-    return found
 
 
 def _store(deps: Deps, bundle: Bundle, draft: ClaimDraft, status: ClaimStatus) -> None:

@@ -35,6 +35,14 @@ class Tell(Protocol):
     def __call__(self, kind: str, /, **fields: Any) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Approval:
+    """What was said about a plan."""
+
+    is_approved: bool
+    by: str
+
+
 @dataclass(slots=True)
 class Deps:
     """What nodes act with. Never in the checkpoint."""

@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import stdtr
-
 from experiments_db.intervals import LEVEL, half_width, standard_error
 
 
@@ -49,7 +47,7 @@ class Comparison:
         if not self.is_informative:
             return 1.0
         assert self.se is not None
-        return float(2 * stdtr(self.df, -abs(self.value) / self.se))
+        return 2 * _below(-abs(self.value) / self.se, self.df)
 
     def p_equivalent(self, margin: float) -> float:
         """P of the hypothesis that the true value lies outside ±margin; the larger of two one-sided tests.
@@ -64,9 +62,9 @@ class Comparison:
         if not self.is_informative:
             return 1.0
         assert self.se is not None
-        above_low = stdtr(self.df, -(self.value + margin) / self.se)
-        below_high = stdtr(self.df, (self.value - margin) / self.se)
-        return float(max(above_low, below_high))
+        above_low = _below(-(self.value + margin) / self.se, self.df)
+        below_high = _below((self.value - margin) / self.se, self.df)
+        return max(above_low, below_high)
 
 
 def mean_of(values: Sequence[float]) -> Comparison:
@@ -121,3 +119,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = highest
     return adjusted
+
+
+def _below(t: float, df: float) -> float:
+    """Probability that Student's t lies below `t`."""
+    # Imported here: a command that computes nothing, and they all import this module, has ended before scipy is there.
+    from scipy.special import stdtr
+
+    return float(stdtr(df, t))

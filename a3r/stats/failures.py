@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.special import betaincinv
-
 from experiments_db.intervals import LEVEL
 
 
@@ -37,6 +35,9 @@ def failure_rate(failed: int, runs: int, level: float = LEVEL) -> Rate:
     """
     if not 0 <= failed <= runs or runs == 0:
         raise ValueError(f"{failed} of {runs} runs failed: there must be a run, and no more failures than runs")
+    # Imported here, as in compare.py.
+    from scipy.special import betaincinv
+
     tail = (1 - level) / 2
     low = 0.0 if failed == 0 else float(betaincinv(failed, runs - failed + 1, tail))
     high = 1.0 if failed == runs else float(betaincinv(failed + 1, runs - failed, 1 - tail))

@@ -3,6 +3,8 @@
 All of it is t-based and solved numerically: the normal approximation promises far too much at three seeds. The
 noncentral t is integrated here, over the quantiles of chi-squared, because scipy's has no value for the few degrees of
 freedom and large shifts that small studies live by.
+
+scipy is imported where it is used, as in compare.py.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.special import chdtri, ndtr, stdtrit
 
 from experiments_db.intervals import LEVEL
 
@@ -38,6 +38,8 @@ def spread(values: Sequence[float], level: float = LEVEL) -> Spread:
     """
     if len(values) < 2:
         raise ValueError(f"{len(values)} run has no spread; the noise floor needs at least 2 that finished")
+    from scipy.special import chdtri
+
     df = len(values) - 1
     sd = float(np.std(values, ddof=1))
     low = sd * math.sqrt(df / float(chdtri(df, (1 - level) / 2)))
@@ -59,6 +61,8 @@ def power_of(difference: float, sd: float, seeds: int, *, alpha: float = 0.05) -
         raise ValueError(f"{seeds} seed has no spread; power needs at least 2")
     if sd == 0:
         return 1.0 if difference else alpha
+    from scipy.special import ndtr, stdtrit
+
     df = seeds - 1
     critical = float(stdtrit(df, 1 - alpha / 2))
     shift = abs(difference) / (sd * math.sqrt(2 / seeds))
@@ -75,6 +79,8 @@ def smallest_difference(sd: float, seeds: int, *, alpha: float = 0.05, power: fl
         raise ValueError(f"a power of {power} must lie between alpha ({alpha}) and 1")
     if sd == 0:
         return 0.0
+    from scipy.optimize import brentq
+
     unit = sd * math.sqrt(2 / seeds)
     top = unit
     while power_of(top, sd, seeds, alpha=alpha) < power:
@@ -85,5 +91,7 @@ def smallest_difference(sd: float, seeds: int, *, alpha: float = 0.05, power: fl
 @lru_cache(maxsize=64)
 def _scales(df: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Deviation that a sample shows, over the true one: sqrt(chi2 / df) at 4000 evenly spread probabilities."""
+    from scipy.special import chdtri
+
     probabilities = (np.arange(4000) + 0.5) / 4000
     return np.sqrt(np.asarray(chdtri(df, 1 - probabilities), dtype=np.float64) / df)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from a3r.cli import main
 from a3r.prereg.plan import StageKind
 from a3r.progress import JsonReporter
 from experiments_db.engine import open_database
@@ -18,7 +21,28 @@ from experiments_db.writes import create_single_run
 EXAMPLE = "Does a group size of 8 learn tic-tac-toe faster than 4 at the same number of episodes?"
 
 
-def a3r(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+class Ended(NamedTuple):
+    """How a command ended, and what it said."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def a3r(tmp_path, monkeypatch, capsys) -> Callable[..., Ended]:
+    """Runs the command in this process, in this test's folder: what a start of Python adds is tested once a kind."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["a3r", *words])
+        capsys.readouterr()
+        return Ended(main(), *capsys.readouterr())
+
+    return run
+
+
+def a3r_process(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "a3r", *words],
         capture_output=True,
@@ -31,8 +55,8 @@ def a3r(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("question", ["", "  ", "colourless green ideas sleep", "Does 8 beat 4 at chess?"])
-def test_a_question_it_can_not_read_is_exit_code_2_and_leaves_nothing_behind(tmp_path, question):
-    done = a3r(tmp_path, "research", "--yes", question)
+def test_a_question_it_can_not_read_is_exit_code_2_and_leaves_nothing_behind(tmp_path, a3r, question):
+    done = a3r("research", "--yes", question)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
@@ -41,29 +65,29 @@ def test_a_question_it_can_not_read_is_exit_code_2_and_leaves_nothing_behind(tmp
 
 
 def test_without_a_terminal_it_asks_for_yes_and_starts_nothing(tmp_path):
-    done = a3r(tmp_path, "research", EXAMPLE)
+    done = a3r_process(tmp_path, "research", EXAMPLE)
     assert done.returncode == 2
     assert "--yes" in done.stderr
     assert "--dry-run" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rules_that_do_not_go_together_are_refused_before_anything_is_written(tmp_path):
-    done = a3r(tmp_path, "research", "--yes", "Does a win length of 4 change the final reward on tictactoe against 3?")
+def test_rules_that_do_not_go_together_are_refused_before_anything_is_written(tmp_path, a3r):
+    done = a3r("research", "--yes", "Does a win length of 4 change the final reward on tictactoe against 3?")
     assert done.returncode == 2
     assert "win_length is 4" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(tmp_path):
-    done = a3r(tmp_path, "research", "--yes", "--minutes", "1", "--jobs", "1", EXAMPLE)
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(tmp_path, a3r):
+    done = a3r("research", "--yes", "--minutes", "1", "--jobs", "1", EXAMPLE)
     assert done.returncode == 2
     assert "raise --minutes" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
-    done = a3r(tmp_path, "research", "--dry-run", "--jobs", "2", EXAMPLE)
+    done = a3r_process(tmp_path, "research", "--dry-run", "--jobs", "2", EXAMPLE)
     assert done.returncode == 0
     for words in (
         "trainer.group_size",
@@ -76,8 +100,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_is_one_event_a_line(tmp_path):
-    done = a3r(tmp_path, "research", "--dry-run", "--json", "--jobs", "2", EXAMPLE)
+def test_json_is_one_event_a_line(a3r):
+    done = a3r("research", "--dry-run", "--json", "--jobs", "2", EXAMPLE)
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert [event["event"] for event in events] == ["scope", "checked", "result"]
     assert events[2]["plan_sha256"] == events[1]["plan_sha256"]
@@ -92,22 +116,27 @@ def test_json_is_one_event_a_line(tmp_path):
         (("research", "--yes", "--seeds", "1", EXAMPLE), 2, "--seeds"),
         (("research", "--yes", "--no-such-flag", EXAMPLE), 2, "--no-such-flag"),
         (("verify", "01NOSUCHSTUDY"), 2, "is no study here"),
-        (("verify", "\udcff"), 2, "not valid UTF-8"),
         (("research", "--yes", "--minutes", "inf", EXAMPLE), 2, "--minutes"),
         (("research", "--yes", "--eval-games", "1000000", EXAMPLE), 2, "less than or equal to 100000"),
         (("research", "--yes", f"{EXAMPLE} With 1000000 updates"), 2, "less than or equal to 100000"),
         (("compare", "01NOSUCHRUN"), 1, "there is no run"),
     ],
 )
-def test_an_error_is_a_json_line_where_json_is_asked_for(tmp_path, words, code, said):
-    done = a3r(tmp_path, *words, "--json")
+def test_an_error_is_a_json_line_where_json_is_asked_for(a3r, words, code, said):
+    done = a3r(*words, "--json")
     assert done.returncode == code
     (event,) = [json.loads(line) for line in done.stdout.splitlines()]
     assert event["event"] == "error"
     assert said in event["message"]
 
 
-def test_a_run_and_its_picture_are_json_lines_with_the_result_last(tmp_path):
+def test_a_word_that_is_no_text_is_said_as_a_json_line(tmp_path):
+    done = a3r_process(tmp_path, "verify", "\udcff", "--json")
+    assert done.returncode == 2
+    assert "not valid UTF-8" in json.loads(done.stdout)["message"]
+
+
+def test_a_run_and_its_picture_are_json_lines_with_the_result_last(tmp_path, a3r):
     with open_database(home=tmp_path / "home") as database, database.write() as session:
         runs = [create_single_run(session, "vibe", "Play nim", "nim", {"size": size}) for size in (3, 4)]
         for run in runs:
@@ -116,7 +145,7 @@ def test_a_run_and_its_picture_are_json_lines_with_the_result_last(tmp_path):
     home = ("--home", str(tmp_path / "home"), "--json")
 
     def events(*words: str) -> list[dict[str, object]]:
-        done = a3r(tmp_path, *words, *home)
+        done = a3r(*words, *home)
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -129,20 +158,20 @@ def test_a_run_and_its_picture_are_json_lines_with_the_result_last(tmp_path):
         assert curves == {"event": "curves", "path": str(tmp_path / "c.png")}
         assert again == result
         assert result["event"] == "result"
-    done = a3r(tmp_path, "show", runs[0], "--home", str(tmp_path / "home"), "--plot", str(tmp_path / "no" / "c.png"))
+    done = a3r("show", runs[0], "--home", str(tmp_path / "home"), "--plot", str(tmp_path / "no" / "c.png"))
     assert done.returncode == 2
     assert f"there is no folder {tmp_path / 'no'}; make it" in done.stderr
     assert not (tmp_path / "no").exists()
 
 
-def test_the_database_may_lie_elsewhere(tmp_path):
+def test_the_database_may_lie_elsewhere(tmp_path, a3r):
     url = f"sqlite:///{tmp_path / 'elsewhere.db'}"
     with open_database(url) as database, database.write() as session:
         runs = [create_single_run(session, "vibe", "Play nim", "nim", {"size": size}) for size in (3, 4)]
     for words in (("runs",), ("show", runs[0]), ("compare", *runs)):
-        done = a3r(tmp_path, *words, "--db", url, "--json")
+        done = a3r(*words, "--db", url, "--json")
         assert runs[0] in done.stdout, done.stderr
-    done = a3r(tmp_path, "resume", "01NOSUCHSTUDY", "--db", "mysql://here/there")
+    done = a3r("resume", "01NOSUCHSTUDY", "--db", "mysql://here/there")
     assert (done.returncode, "mysql is not supported" in done.stderr) == (1, True)
     assert not (tmp_path / ".a3r").exists()
 
@@ -164,49 +193,49 @@ def test_ctrl_c_is_explained(as_json):
 
 
 @pytest.mark.parametrize("command", ["resume", "verify"])
-def test_an_unknown_study_is_exit_code_2_and_says_which_there_are(tmp_path, command):
-    done = a3r(tmp_path, command, "01NOSUCHSTUDY")
+def test_an_unknown_study_is_exit_code_2_and_says_which_there_are(a3r, command):
+    done = a3r(command, "01NOSUCHSTUDY")
     assert done.returncode == 2
     assert "is no study here" in done.stderr
 
 
 def test_a_home_that_can_not_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    done = a3r(tmp_path, "research", "--yes", "--home", str(tmp_path / "file" / "home"), EXAMPLE)
+    done = a3r_process(tmp_path, "research", "--yes", "--home", str(tmp_path / "file" / "home"), EXAMPLE)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
 
 
-def test_runs_of_an_empty_home_say_how_to_make_one(tmp_path):
-    done = a3r(tmp_path, "runs")
+def test_runs_of_an_empty_home_say_how_to_make_one(a3r):
+    done = a3r("runs")
     assert done.returncode == 0
     assert "No runs yet" in done.stdout
 
 
-def test_runs_of_a_template_that_has_none_say_which_have_some(tmp_path):
+def test_runs_of_a_template_that_has_none_say_which_have_some(tmp_path, a3r):
     with open_database(home=tmp_path / ".a3r") as database, database.write() as session:
         for template in ("tictactoe", "nim", "tictactoe"):
             create_single_run(session, "vibe", "Play", template, {})
-    done = a3r(tmp_path, "runs", "--template", "nope")
+    done = a3r("runs", "--template", "nope")
     assert done.stdout == "No run is of the template 'nope'. These have runs: nim (1), tictactoe (2)\n"
-    assert json.loads(a3r(tmp_path, "runs", "--template", "nope", "--json").stdout)["runs"] == []
+    assert json.loads(a3r("runs", "--template", "nope", "--json").stdout)["runs"] == []
 
 
-def test_comparing_one_run_is_refused(tmp_path):
-    done = a3r(tmp_path, "compare", "01NOSUCHRUN")
+def test_comparing_one_run_is_refused(a3r):
+    done = a3r("compare", "01NOSUCHRUN")
     assert done.returncode != 0
     assert "there is no run" in done.stderr
 
 
 def test_vibe_is_passed_through(tmp_path):
-    done = a3r(tmp_path, "vibe", "templates")
+    done = a3r_process(tmp_path, "vibe", "templates")
     assert done.returncode == 0
     assert "tictactoe" in done.stdout
 
 
 def test_a_wrong_flag_is_exit_code_2(tmp_path):
-    done = a3r(tmp_path, "research", "--seeds", "1", EXAMPLE)
+    done = a3r_process(tmp_path, "research", "--seeds", "1", EXAMPLE)
     assert done.returncode == 2
     assert "--seeds" in done.stderr
 
@@ -214,3 +243,12 @@ def test_a_wrong_flag_is_exit_code_2(tmp_path):
 def test_an_event_may_say_of_what_kind_it_is(capsys):
     JsonReporter().tell("stage", n=0, kind=StageKind.NOISE_FLOOR, arms=["a"], seeds=[1])
     assert json.loads(capsys.readouterr().out)["kind"] == "noise_floor"
+
+
+def test_what_runs_no_study_loads_no_langgraph_and_what_computes_nothing_no_scipy():
+    code = (
+        "import sys, a3r.research, a3r.verify, a3r.browsing\n"
+        "print([name for name in ('langgraph', 'scipy') if name in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "[]\n"

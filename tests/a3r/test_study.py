@@ -5,30 +5,35 @@ Where processes matter (kills, Ctrl-C, lost jobs) the executor and its processes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import re
 import shlex
+import shutil
 import signal
-import subprocess
-import sys
+import sqlite3
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import fake_lab
 import pytest
+from fake_lab import Lab
 from sqlmodel import col, delete, func, select
 
-from a3r import store
+from a3r import executor, store
+from a3r.decisions import affordable
 from a3r.errors import A3RError, PlanError, StoppedError, StudyBusyError, StudyVersionError
-from a3r.graph.analyst import affordable
 from a3r.graph.build import build_graph
-from a3r.graph.driver import saver
+from a3r.graph.driver import drive, saver
 from a3r.graph.lease import lease
+from a3r.graph.state import Approval
 from a3r.integrity import check_seeds
+from a3r.paths import Home
 from a3r.prereg.tree import Leaf
 from a3r.report import bundle as bundles
 from a3r.report import publish, write
@@ -49,32 +54,53 @@ from experiments_db.models import (
     StudyStatus,
 )
 
-HERE = Path(__file__).parent
 EXAMPLE = "Does a group size of 8 learn tic-tac-toe faster than 4 at the same number of episodes?"
-
-
-@pytest.fixture(scope="module")
-def fake_lab() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fake_lab", HERE / "fake_lab.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+EFFECT = {"group_size=8": {"rise": 0.6}}
+"""Twice the rise of the reference: every look at it says superior."""
+HOSTILE = ' $(touch x) `touch y` it\'s "fine" <script>alert()</script> | **bold** [x](javascript:y)'
 
 
 @pytest.fixture
-def lab_in(fake_lab, tmp_path):
+def lab_in(tmp_path):
     """Makes labs in this test's home; they are closed with it."""
-    made: list[Any] = []
+    made: list[Lab] = []
 
-    def make(effects: dict[str, Any] | None = None, **more: Any) -> Any:
-        made.append(fake_lab.Lab(tmp_path / "a home", effects, **more))
+    def make(effects: dict[str, Any] | None = None, **more: Any) -> Lab:
+        made.append(Lab(tmp_path / "a home", effects, **more))
         return made[-1]
 
     yield make
     for lab in made:
         lab.deps.database.close()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """A home and the study there that found the effect it was given."""
+    return run_study(tmp_path_factory.mktemp("finished"), EXAMPLE, EFFECT)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> tuple[Path, str]:
+    """The same of a question that tries to be more than text, and of a run that failed."""
+    effects = {"group_size=8": {"fail_seeds": [1]}}
+    return run_study(tmp_path_factory.mktemp("hostile"), EXAMPLE + HOSTILE, effects, minutes=20.5)
+
+
+def run_study(home: Path, question: str, effects: dict[str, Any], **wishes: Any) -> tuple[Path, str]:
+    lab = Lab(home, effects)
+    study = lab.begin(question, **wishes)
+    assert lab.go(study) is StudyStatus.DONE
+    lab.deps.database.close()
+    return home, study
+
+
+@pytest.fixture
+def answered(finished, lab_in, tmp_path) -> tuple[Lab, str]:
+    """A copy of the finished study, which the test may change, and its lab."""
+    home, study = finished
+    shutil.copytree(home, tmp_path / "a home")
+    return lab_in(EFFECT), study
 
 
 def leaf_of(lab: Any, study: str) -> Leaf | None:
@@ -86,10 +112,8 @@ def checks(lab: Any, study: str) -> dict[str, bool]:
     return {result.name: result.is_ok for result in results}
 
 
-def test_a_planted_effect_is_found_reported_and_verified(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    assert lab.go(study) is StudyStatus.DONE
+def test_a_planted_effect_is_found_reported_and_verified(answered):
+    lab, study = answered
     assert leaf_of(lab, study) is Leaf.SUPERIOR
     report = (lab.deps.home.study(study).report / "report.md").read_text()
     assert "Group size 8 learns faster than group size 4 on Tic-tac-toe." in report
@@ -134,10 +158,8 @@ def test_a_budget_that_is_used_up_adds_no_seeds(plan_of):
     assert affordable(plan, [run], stage=2) == (False, "no seeds are left to add")
 
 
-def test_a_run_may_be_lost_twice_however_often_the_user_stopped_it(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_a_run_may_be_lost_twice_however_often_the_user_stopped_it(answered):
+    lab, study = answered
     states = [JobState.CANCELLED] * 4 + [JobState.LOST, JobState.LOST]
     with lab.deps.database.write() as session:
         run = session.exec(select(Experiment.id).order_by(Experiment.id)).first()
@@ -186,7 +208,7 @@ def test_exit_code_0_without_results_is_a_failure(lab_in):
 
 
 def test_a_run_with_another_config_is_quarantined(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    lab = lab_in(EFFECT)
     study = lab.begin(EXAMPLE)
     build = lab.deps.workshop.build
 
@@ -219,10 +241,8 @@ def test_a_run_that_diverged_counts_as_failed_and_one_that_lost_an_update_is_dou
     assert messages.count(("medium", "the gradient of 1 of 5 updates was not finite, so they changed no weight")) == 3
 
 
-def test_two_identical_seeds_are_noticed(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_two_identical_seeds_are_noticed(answered):
+    lab, study = answered
     records = bundles.load(lab.deps.database, study).records
     assert check_seeds(records) == []
     (problem,) = check_seeds([*records, records[0]])
@@ -264,10 +284,8 @@ def test_a_report_says_which_runs_were_warned_about_and_what_was_left_out(lab_in
     assert all(checks(lab, study).values())
 
 
-def test_a_study_without_warnings_says_so(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_a_study_without_warnings_says_so(answered):
+    lab, study = answered
     report = (lab.deps.home.study(study).report / "report.md").read_text()
     assert "The engine warned in 0 of 6 runs." in report
 
@@ -281,7 +299,7 @@ def test_a_turned_down_plan_runs_nothing(lab_in):
     assert lab.go(study) is StudyStatus.ABANDONED, "an ended study stays ended"
 
 
-def test_a_plan_that_was_changed_between_showing_and_locking_is_refused(lab_in, fake_lab):
+def test_a_plan_that_was_changed_between_showing_and_locking_is_refused(lab_in):
     lab = lab_in()
     study = lab.begin(EXAMPLE)
     path = lab.deps.home.study(study).plan
@@ -290,24 +308,20 @@ def test_a_plan_that_was_changed_between_showing_and_locking_is_refused(lab_in, 
         plan = json.loads(path.read_text())
         plan["alpha"] = 0.4
         path.write_text(json.dumps(plan))
-        return fake_lab.Approval(True, "test")
+        return Approval(True, "test")
 
     with pytest.raises(PlanError, match="not the plan that was shown"):
-        fake_lab.drive(study, lab.deps, tamper)
+        drive(study, lab.deps, tamper)
 
 
-def test_a_locked_plan_can_not_be_changed_in_the_database(lab_in):
-    lab = lab_in()
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_a_locked_plan_can_not_be_changed_in_the_database(answered):
+    lab, _ = answered
     with pytest.raises(ConflictError, match="locked plan"), lab.deps.database.write() as session:
         session.connection().exec_driver_sql("UPDATE prereg SET canonical_json = '{}'")
 
 
-def test_verify_notices_a_changed_score_and_a_changed_report(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_verify_notices_a_changed_score_and_a_changed_report(answered):
+    lab, study = answered
     page = lab.deps.home.study(study).report / "report.html"
     page.write_text(page.read_text().replace("faster", "slower"))
     assert [name for name, is_ok in checks(lab, study).items() if not is_ok] == ["report.html"]
@@ -319,10 +333,8 @@ def test_verify_notices_a_changed_score_and_a_changed_report(lab_in):
     assert checks(lab, study)["numbers"] is False
 
 
-def test_verify_notices_a_decision_that_the_tree_did_not_take(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_verify_notices_a_decision_that_the_tree_did_not_take(answered):
+    lab, study = answered
     with lab.deps.database.write() as session:
         decision = session.exec(select(Decision).where(Decision.branch == "superior")).one()
         decision.branch = "inferior"
@@ -330,10 +342,8 @@ def test_verify_notices_a_decision_that_the_tree_did_not_take(lab_in):
     assert checks(lab, study)["decisions"] is False
 
 
-def test_verify_says_each_check_and_the_result_last(lab_in, capsys):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_verify_says_each_check_and_the_result_last(answered, capsys):
+    lab, study = answered
     assert verify_study(study, home=lab.deps.home.root, db=None, as_json=True) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert events[-1] == {"event": "result", "study": study, "is_ok": True}
@@ -353,10 +363,8 @@ TAMPERED_NUMBERS = {
 
 
 @pytest.mark.parametrize(("column", "value"), TAMPERED_NUMBERS.items())
-def test_verify_notices_a_number_whose_row_was_changed(lab_in, column, value):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_verify_notices_a_number_whose_row_was_changed(answered, column, value):
+    lab, study = answered
     with lab.deps.database.write() as session:
         row = session.exec(select(Estimate).where(Estimate.key == "run/group_size=8/s1")).one()
         setattr(row, column, value)
@@ -364,10 +372,8 @@ def test_verify_notices_a_number_whose_row_was_changed(lab_in, column, value):
     assert checks(lab, study)["numbers"] is False
 
 
-def test_verify_notices_every_change_of_a_claim_and_of_a_way_through_the_tree(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_verify_notices_every_change_of_a_claim_and_of_a_way_through_the_tree(answered):
+    lab, study = answered
     database = lab.deps.database
     changes = {"caveats": ["It rained."], "slots": {}, "hypothesis_id": None, "text_template": "Eight wins."}
     for column, value in changes.items():
@@ -403,55 +409,43 @@ def test_verify_notices_every_change_of_a_claim_and_of_a_way_through_the_tree(la
         ("superior", "predicate_trace", []),
     ],
 )
-def test_verify_reads_every_decision_again_those_on_the_noise_floor_included(lab_in, branch, column, value):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_verify_reads_every_decision_again_those_on_the_noise_floor_included(answered, branch, column, value):
+    lab, study = answered
     with lab.deps.database.write() as session:
         setattr(session.exec(select(Decision).where(Decision.branch == branch)).one(), column, value)
     assert checks(lab, study)["decisions"] is False
 
 
-def test_a_decision_on_the_noise_floor_that_names_no_arm_is_about_the_reference(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_a_decision_on_the_noise_floor_that_names_no_arm_is_about_the_reference(answered):
+    lab, study = answered
     with lab.deps.database.write() as session:
         session.exec(select(Decision).where(Decision.branch == "go_on")).one().arm_key = None
     assert all(checks(lab, study).values())
 
 
-def test_the_command_that_repeats_a_study_says_all_that_was_wished_and_runs_nothing_else(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    question = EXAMPLE + ' $(touch x) `touch y` it\'s "fine"'
-    study = lab.begin(question, minutes=20.5)
-    lab.go(study)
-    report = (lab.deps.home.study(study).report / "report.md").read_text()
+def test_the_command_that_repeats_a_study_says_all_that_was_wished_and_runs_nothing_else(hostile):
+    home, study = hostile
+    paths = Home(home).study(study)
+    report = (paths.report / "report.md").read_text()
     (line,) = [line for line in report.splitlines() if line.startswith("a3r research")]
     assert shlex.split(line, comments=True) == [
         *("a3r", "research", "--yes", "--extra-seeds", "2", "--updates", "5", "--eval-games", "10"),
-        *("--minutes", "20.5", "--jobs", "2", "--", question),
+        *("--minutes", "20.5", "--jobs", "2", "--", EXAMPLE + HOSTILE),
     ]
     (line,) = [line for line in report.splitlines() if line.startswith("cd ")]
-    project = lab.deps.home.study(study).project("group_size=4")
-    assert shlex.split(line, comments=True)[:3] == ["cd", str(project), "&&"]
+    assert shlex.split(line, comments=True)[:3] == ["cd", str(paths.project("group_size=4")), "&&"]
 
 
-def test_the_report_says_what_the_command_line_set_and_what_the_question_asked_for(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)  # with --updates 5, of 64 episodes each
-    lab.go(study)
+def test_the_report_says_what_the_command_line_set_and_what_the_question_asked_for(answered):
+    lab, study = answered  # with --updates 5, of 64 episodes each
     report = (lab.deps.home.study(study).report / "report.md").read_text()
     assert "| A run trains on 320 episodes. | command line |" in report
     assert "| Every run trains on the same number of episodes, whatever its level. | question |" in report
 
 
-def test_text_from_the_user_and_from_logs_is_escaped(lab_in):
-    lab = lab_in({"group_size=8": {"fail_seeds": [1]}})
-    question = EXAMPLE + " <script>alert()</script> | **bold** [x](javascript:y)"
-    study = lab.begin(question)
-    lab.go(study)
-    report = lab.deps.home.study(study).report
+def test_text_from_the_user_and_from_logs_is_escaped(hostile):
+    home, study = hostile
+    report = Home(home).study(study).report
     page, text = (report / "report.html").read_text(), (report / "report.md").read_text()
     assert "<script" not in page
     assert "&lt;script&gt;" in page
@@ -465,7 +459,7 @@ def test_a_second_process_on_one_study_is_refused(lab_in):
     study = lab.begin(EXAMPLE)
     with lease(lab.deps.home.study(study).lock, study), pytest.raises(StudyBusyError, match=str(os.getpid())):
         lab.go(study)
-    assert lab.go(study) is StudyStatus.DONE
+    assert lab.go(study, is_approved=False) is StudyStatus.ABANDONED, "it goes on once the other one has let go"
 
 
 def test_a_study_of_another_graph_version_is_refused(lab_in):
@@ -480,10 +474,45 @@ def test_a_study_of_another_graph_version_is_refused(lab_in):
         lab.go(study)
 
 
-def test_the_checkpoint_holds_ids_and_stays_small(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
+@pytest.mark.parametrize("is_outcome_kept", [True, False])
+@pytest.mark.parametrize("told_next", ["phase", "stage", "noise_floor"])
+def test_a_kill_between_two_steps_of_the_graph_loses_nothing(lab_in, told_next, is_outcome_kept):
+    lab = lab_in(EFFECT)
     study = lab.begin(EXAMPLE)
-    lab.go(study)
+    paths, tell = lab.deps.home.study(study), lab.deps.tell
+
+    def fail(kind: str, /, **fields: Any) -> None:
+        tell(kind, **fields)
+        if kind == told_next:
+            raise A3RError("in the next step")
+
+    for _ in range(2):
+        lab.deps.tell = fail
+        with pytest.raises(A3RError, match="in the next step"):
+            lab.go(study)
+        forget_newest_step(paths.checkpoints, is_outcome_kept=is_outcome_kept)
+    lab.deps.tell = tell
+    assert lab.go(study) is StudyStatus.DONE
+    assert leaf_of(lab, study) is Leaf.SUPERIOR
+    assert [path.read_text() for path in paths.root.glob("runs/*/starts")] == ["start\n"] * 6
+
+
+def forget_newest_step(path: Path, *, is_outcome_kept: bool) -> None:
+    """Leave what a kill leaves that comes when a step has ended and the next is not yet kept as begun, or, without its
+    outcome, a moment earlier."""
+    with contextlib.closing(sqlite3.connect(path)) as checkpoints, checkpoints:
+        newest, ended = checkpoints.execute(
+            "SELECT checkpoint_id FROM checkpoints WHERE checkpoint_ns = '' ORDER BY checkpoint_id DESC LIMIT 2"
+        )
+        for table in ("checkpoints", "writes"):
+            checkpoints.execute(f"DELETE FROM {table} WHERE checkpoint_id >= ?", newest)
+        if not is_outcome_kept:
+            # Interrupts and their answers have negative numbers.
+            checkpoints.execute("DELETE FROM writes WHERE checkpoint_ns = '' AND checkpoint_id = ? AND idx >= 0", ended)
+
+
+def test_the_checkpoint_holds_ids_and_stays_small(answered):
+    lab, study = answered
     with saver(lab.deps.home.study(study).checkpoints) as checkpointer:
         state = build_graph(lab.deps, checkpointer).get_state({"configurable": {"thread_id": study}}).values
     assert len(json.dumps(state)) < 1000
@@ -492,7 +521,7 @@ def test_the_checkpoint_holds_ids_and_stays_small(lab_in):
 
 @pytest.mark.slow
 def test_ctrl_c_cancels_what_runs_keeps_what_is_done_and_resume_goes_on(lab_in):
-    lab = lab_in({"*": {"step_s": 0.1}, "group_size=8": {"rise": 0.6}}, processes=2)
+    lab = lab_in({"*": {"step_s": 0.1}} | EFFECT, processes=2)
     study = lab.begin(EXAMPLE)
     tell = lab.deps.tell
 
@@ -517,7 +546,7 @@ def test_ctrl_c_cancels_what_runs_keeps_what_is_done_and_resume_goes_on(lab_in):
 
 
 def test_a_step_that_fails_says_so_and_can_be_done_again(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
+    lab = lab_in(EFFECT)
     study = lab.begin(EXAMPLE)
     build = lab.deps.workshop.build
 
@@ -534,7 +563,7 @@ def test_a_step_that_fails_says_so_and_can_be_done_again(lab_in):
 
 @pytest.mark.slow
 def test_an_error_leaves_no_job_running_and_resume_goes_on(lab_in):
-    lab = lab_in({"*": {"step_s": 0.3}, "group_size=8": {"rise": 0.6}}, processes=2)
+    lab = lab_in({"*": {"step_s": 0.1}} | EFFECT, processes=2)
     study = lab.begin(EXAMPLE)
     tell = lab.deps.tell
 
@@ -546,46 +575,39 @@ def test_an_error_leaves_no_job_running_and_resume_goes_on(lab_in):
     lab.deps.tell = fail
     with pytest.raises(OSError, match="No space left"):
         lab.go(study)
-    states = lab.deps.executor.poll(lab.deps.executor.list()).values()
-    assert all(status.state.is_final for status in states)
+    states = [status.state for status in lab.deps.executor.poll(lab.deps.executor.list()).values()]
+    assert all(state.is_final for state in states)
+    assert executor.JobState.CANCELLED in states
     lab.deps.tell = tell
     assert lab.go(study) is StudyStatus.DONE
 
 
-def start(home: Path, *words: str) -> subprocess.Popen[str]:
-    """A lab in a process of its own, in a session of its own."""
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "fake_lab.py"), str(home), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+@pytest.fixture(scope="module")
+def warm() -> ForkServerContext:
+    """Starts processes that have imported everything: what kills them finds them at work, not at their imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["a3r.graph.driver", "a3r.workshop", "scipy.optimize"])
+    return context
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_a_study_killed_again_and_again_submits_each_job_once_and_ends_as_if_it_had_not_been(tmp_path, lab_in, seed):
-    home, rng = tmp_path / "a home", random.Random(seed)
-    effects = json.dumps({"*": {"step_s": 0.05}, "group_size=8": {"rise": 0.6}})
-    process = start(home, "new", EXAMPLE, effects)
-    assert process.stdout
-    study = process.stdout.readline().strip()
+def test_a_study_killed_again_and_again_submits_each_job_once_and_ends_as_if_it_had_not_been(lab_in, warm, seed):
+    lab, rng = lab_in(), random.Random(seed)
+    home, study = lab.deps.home.root, lab.begin(EXAMPLE)
     kills = 0
     while True:
-        try:
-            out, _ = process.communicate(timeout=rng.uniform(0.4, 3.0) if kills < 8 else 120)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-            kills += 1
-            process = start(home, "go", study, effects)
-            continue
-        if process.returncode == 0:
+        driver = warm.Process(target=fake_lab.go_on, args=(home, study, {"*": {"step_s": 0.05}} | EFFECT))
+        driver.start()
+        driver.join(rng.uniform(0.05, 0.8) if kills < 8 else 120)
+        if driver.exitcode is not None:
             break
-        raise AssertionError(out)
+        assert kills < 8, "it does not end"
+        driver.kill()
+        driver.join()
+        kills += 1
+    assert driver.exitcode == 0
     assert kills >= 3
-    lab = lab_in()
     loaded = bundles.load(lab.deps.database, study)
     assert loaded.leaf_of("group_size=8") is Leaf.SUPERIOR
     with lab.deps.database.read() as session:
@@ -600,7 +622,7 @@ def test_a_study_killed_again_and_again_submits_each_job_once_and_ends_as_if_it_
 
 @pytest.mark.slow
 def test_a_lost_job_is_started_again_as_a_new_attempt(lab_in):
-    lab = lab_in({"*": {"step_s": 0.1}, "group_size=8": {"rise": 0.6}}, processes=3)
+    lab = lab_in({"*": {"step_s": 0.1}} | EFFECT, processes=3)
     study = lab.begin(EXAMPLE)
     tell, killed = lab.deps.tell, []
 
@@ -620,10 +642,8 @@ def test_a_lost_job_is_started_again_as_a_new_attempt(lab_in):
     assert leaf_of(lab, study) is Leaf.SUPERIOR
 
 
-def test_the_report_has_all_its_sections_in_order(lab_in):
-    lab = lab_in({"group_size=8": {"rise": 0.6}})
-    study = lab.begin(EXAMPLE)
-    lab.go(study)
+def test_the_report_has_all_its_sections_in_order(answered):
+    lab, study = answered
     titles = re.findall(r"^## (.*)$", (lab.deps.home.study(study).report / "report.md").read_text(), flags=re.MULTILINE)
     assert titles == [
         "Answer",

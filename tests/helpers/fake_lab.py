@@ -1,47 +1,34 @@
 """A lab whose trainings are fake and whose everything else is real: graph, database, and, where asked for, processes.
 
-    python fake_lab.py HOME new QUESTION EFFECTS_JSON      begin a study and run it
-    python fake_lab.py HOME go STUDY EFFECTS_JSON          go on with it
-
-`EFFECTS_JSON` maps an arm's key (or `*`) to what `fake_project/train.py` reads.
+Effects map an arm's key (or `*`) to what `fake_project/train.py` reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import shutil
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from fake_project import train
+from small_catalogue import CATALOGUE
 
 from a3r import store
 from a3r.executor import JobSpec, JobState, JobStatus, LocalExecutor, supervise
-from a3r.graph.driver import Approval, drive
-from a3r.graph.state import GRAPH_VERSION, Deps
+from a3r.graph.driver import drive
+from a3r.graph.state import GRAPH_VERSION, Approval, Deps
 from a3r.paths import Home
-from a3r.planner.catalogue import Catalogue
 from a3r.prereg.plan import Arm, Plan
 from a3r.workshop import nested
 from experiments_db.engine import open_database
 from experiments_db.models import StudyStatus
 
-HERE = Path(__file__).parent
 DEFAULTS: dict[str, Any] = {"start": 0.3, "rise": 0.4, "sd": 0.02, "games": 20}
-
-
-def conftest() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("a3r_conftest", HERE / "conftest.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class FakeWorkshop:
@@ -64,14 +51,14 @@ class FakeWorkshop:
             "trainer": settings["trainer"],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(HERE / "fake_project" / "train.py", folder / "train.py")
+        shutil.copy(train.__file__, folder / "train.py")
         supervise.write_whole(folder / "effects.json", effects)
         return hashlib.sha256(json.dumps(effects, sort_keys=True).encode()).hexdigest()
 
 
 class InProcessExecutor:
-    """Runs a job the first time somebody looks at it, in this process: the fake project takes milliseconds, a start
-    of Python does not."""
+    """Runs a job when somebody looks at it again, in this process: the fake project takes milliseconds, a start of
+    Python does not. At the first look it waits, so that the graph waits too."""
 
     name = "in-process"
     slots = 2
@@ -79,19 +66,15 @@ class InProcessExecutor:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._specs: dict[str, JobSpec] = {}
+        self._seen: set[str] = set()
         self._ended: dict[str, JobStatus] = {}
-        spec = importlib.util.spec_from_file_location("fake_train", HERE / "fake_project" / "train.py")
-        assert spec
-        assert spec.loader
-        self._train = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self._train)
 
     def submit(self, key: str, spec: JobSpec) -> str:
         self._specs.setdefault(key, spec)
         return key
 
     def poll(self, keys: Iterable[str]) -> dict[str, JobStatus]:
-        return {key: self._run(key) for key in keys if key in self._specs}
+        return {key: self._look(key) for key in keys if key in self._specs}
 
     def cancel(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -104,7 +87,10 @@ class InProcessExecutor:
     def tail(self, key: str, lines: int = 15) -> str:
         return "\n".join((self._root / key / "stderr.log").read_text().splitlines()[-lines:])
 
-    def _run(self, key: str) -> JobStatus:
+    def _look(self, key: str) -> JobStatus:
+        if key not in self._seen:
+            self._seen.add(key)
+            return JobStatus(key, JobState.QUEUED, "waits", self._root / key / "stdout.log")
         if key not in self._ended:
             spec, folder = self._specs[key], self._root / key
             folder.mkdir(parents=True)
@@ -116,7 +102,7 @@ class InProcessExecutor:
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(errors),
             ):
-                code = self._train.main(list(spec.command[2:]))
+                code = train.main(list(spec.command[2:]))
             state = JobState.FAILED if code else JobState.SUCCEEDED
             self._ended[key] = JobStatus(
                 key,
@@ -134,13 +120,12 @@ class Lab:
     """A home, and what it takes to run studies there."""
 
     def __init__(self, root: Path, effects: dict[str, Any] | None = None, processes: int = 0) -> None:
-        module = conftest()
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.deps = Deps(
             database=open_database(home=root),
             home=Home(root),
             executor=LocalExecutor(root / "jobs", processes) if processes else InProcessExecutor(root / "jobs"),
-            catalogue=Catalogue((module.TICTACTOE, module.GRIDWALK)),
+            catalogue=CATALOGUE,
             workshop=FakeWorkshop(effects or {}),
             python=sys.executable,
             tell=lambda kind, /, **fields: self.told.append((kind, fields)),
@@ -156,9 +141,6 @@ class Lab:
         return drive(study, self.deps, lambda _: Approval(is_approved, "test"))
 
 
-if __name__ == "__main__":
-    home, what, text, effects = sys.argv[1:]
-    lab = Lab(Path(home), json.loads(effects), processes=3)
-    chosen = lab.begin(text) if what == "new" else text
-    print(chosen, flush=True)
-    print(lab.go(chosen), flush=True)
+def go_on(home: Path, study: str, effects: dict[str, Any]) -> None:
+    """What a process of its own does: go on with a study, its jobs being real processes."""
+    Lab(home, effects, processes=3).go(study)
