@@ -275,6 +275,7 @@ def test_what_sleeps_frees_its_memory_takes_requests_and_goes_on_with_the_weight
     driven.sampler.submit(ask("a", 40))
     before = driven.until(lambda replies: len(replies) > 0)
     before += driven.sampler.rest()
+    assert (home / "slept").read_text() == "z", "before the trainer begins"
     assert driven.sampler.submit(ask("b", 3)) == []
     with torch.no_grad():
         tiny.model.embedding.mul_(1.5)
