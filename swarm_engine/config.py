@@ -145,10 +145,12 @@ class SamplerConfig(Frozen):
     """GiB for keys and values; None takes what `max_running` whole contexts need, 4 at most."""
     vllm_eager: bool | None = None
     """Run the model as it is; False compiles it at the start, which takes minutes. None is yes."""
+    vllm_sleeps: bool | None = None
+    """Give the memory of its card to the trainer while an update runs. None is no."""
 
     @model_validator(mode="after")
     def _only_vllm_reads_its_knobs(self) -> Self:
-        for name in ("vllm_dtype", "vllm_kv_gib", "vllm_eager"):
+        for name in ("vllm_dtype", "vllm_kv_gib", "vllm_eager", "vllm_sleeps"):
             value = getattr(self, name)
             if value is not None and self.backend is not SamplerBackend.VLLM:
                 raise ValueError(
@@ -628,6 +630,15 @@ class EngineConfig(Frozen):
                 f"lockstep is true and trainer.max_staleness is {self.trainer.max_staleness}, but a sampler that goes "
                 "on during updates gets new weights when the clock has it, and no such run repeats itself; set "
                 "max_staleness to 0, or lockstep to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_sleeps_does_not_sample(self) -> Self:
+        if self.sampler.vllm_sleeps and self.trainer.is_asynchronous:
+            raise ValueError(
+                f"sampler.vllm_sleeps is true and trainer.max_staleness is {self.trainer.max_staleness}, but nobody "
+                "samples asleep, as is done during updates then; set max_staleness to 0, or vllm_sleeps to false"
             )
         return self
 

@@ -17,7 +17,7 @@ from swarm_engine.models.decoder import Decoder
 from swarm_engine.models.loading import CPU, LoadedPolicy, adapt, load_adapter, load_policy, read_json, weights_sha256
 from swarm_engine.models.lora import ADAPTER_CONFIG, read_peft_config
 from swarm_engine.protocol import PolicyReady, StartWeights, Updated
-from swarm_engine.sampler import Reply, Sampler
+from swarm_engine.sampler import Reply, Sampler, Sleeper
 from swarm_engine.sampler.agreement import Probe, check_agreement
 from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.slots import SlotSampler
@@ -113,6 +113,8 @@ class HostedPolicy:
     """None where the sampler proves by itself that it has the trainer's weights."""
     goes_on: bool
     """Whether its sampler, on weights of its own, goes on while an update runs."""
+    sleeper: Sleeper | None = None
+    """The sampler where it rests while an update runs, and then needs the weights again, be they frozen."""
 
     @staticmethod
     def serve(
@@ -136,7 +138,8 @@ class HostedPolicy:
         version = trainer.step if trainer else 0
         if config.sampler.backend is SamplerBackend.VLLM:
             vllm = start_vllm(policy, config.sampler, _reach(name, config, room, wake), version=version)
-            return HostedPolicy(name, policy, policy.model, trainer, vllm, None, goes_on=has_copy)
+            sleeper = vllm if config.sampler.vllm_sleeps else None
+            return HostedPolicy(name, policy, policy.model, trainer, vllm, None, goes_on=has_copy, sleeper=sleeper)
         served = frozen_copy(policy.model) if has_copy else policy.model
         sampler = SlotSampler(
             served,

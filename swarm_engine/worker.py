@@ -181,8 +181,12 @@ class Engine:
 
     def update(self, update: Update) -> list[Answer]:
         """Train on a batch and sample with what came of it."""
+        sleepers = [policy.sleeper for policy in self.policies.values() if policy.sleeper is not None]
+        rested = [answer for sleeper in sleepers for answer in sleeper.rest()]
         updated = self.train(update)
-        return [*self.serve_weights(), updated]
+        if sleepers:
+            torch.cuda.empty_cache()  # they wake on this card
+        return [*rested, *self.serve_weights(), updated]
 
     def train(self, update: Update) -> Updated:
         """Train every policy that is not frozen on its part of a batch.
@@ -206,7 +210,8 @@ class Engine:
 
     def serve_weights(self) -> list[Answer]:
         """Sample with the trainers' weights as they are now: what runs in the samplers goes on under them."""
-        return [answer for policy in self.trained.values() for answer in policy.serve_weights()]
+        changed = [policy for policy in self.policies.values() if policy.trainer or policy.sleeper]
+        return [answer for policy in changed for answer in policy.serve_weights()]
 
     def save(self, save: Save) -> Saved:
         """Write a checkpoint."""

@@ -42,3 +42,12 @@ class Sampler(Protocol):
     def close(self) -> None:
         """End what runs outside this process; called once, last."""
         ...
+
+
+class Sleeper(Protocol):
+    """A sampler that can make room for a trainer on its card."""
+
+    def rest(self) -> list[Reply]:
+        """Hold no weights, keys and values on the card and sample nothing until `weights_changed`; requests wait.
+        Returns the tokens sampled before and not reported yet."""
+        ...

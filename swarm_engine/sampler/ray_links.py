@@ -27,7 +27,7 @@ from swarm_engine.protocol import Cancel, Finished, Generate, Rejected, Sampled
 from swarm_engine.ray_cluster import WAITING, Place, first_line
 from swarm_engine.sampler.shared_weights import mapped, new_memory
 from swarm_engine.sampler.vllm_link import STOP_TIMEOUT_S, Received, VllmProcess, Wake
-from swarm_engine.sampler.vllm_messages import LoadModel, LoadWeights, WeightsLoaded, to_vllm
+from swarm_engine.sampler.vllm_messages import Asleep, LoadModel, LoadWeights, Sleep, WeightsLoaded, to_vllm
 
 CLOSE_TIMEOUT_S = 2 * STOP_TIMEOUT_S
 
@@ -101,10 +101,10 @@ class RayLink:
     def has_message(self) -> bool:
         return not self._received.is_empty
 
-    def send(self, question: LoadModel | Generate | Cancel) -> None:
+    def send(self, question: LoadModel | Sleep | Generate | Cancel) -> None:
         self.actor.send.remote(to_vllm.dump_json(question))
 
-    def receive(self) -> WeightsLoaded | Sampled | Finished | Rejected:
+    def receive(self) -> WeightsLoaded | Asleep | Sampled | Finished | Rejected:
         return self._received.next()
 
     def close(self) -> None:

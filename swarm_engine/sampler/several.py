@@ -9,11 +9,11 @@ from typing import Protocol
 
 from swarm_engine.errors import WorkerError
 from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
-from swarm_engine.sampler import Reply, Sampler
+from swarm_engine.sampler import Reply, Sampler, Sleeper
 from swarm_engine.sampler.routing import Prefixes, blocks_of, choose
 
 
-class Member(Sampler, Protocol):
+class Member(Sampler, Sleeper, Protocol):
     """A sampler whose weights are handed out to it and others at once."""
 
     def weights_loaded(self) -> list[Reply]:
@@ -100,6 +100,18 @@ class SeveralSamplers:
             prefixes.clear()
         for routed in self._routed.values():  # computed again from their tokens
             self._prefixes[routed.member].add(blocks_of(routed.context))
+        return replies
+
+    def rest(self) -> list[Reply]:
+        """Have all of them rest.
+
+        Raises:
+            WorkerError: one is lost; it says which.
+        """
+        replies: list[Reply] = []
+        for place, member in enumerate(self._members):
+            with self._named(place):
+                replies += self._noted(place, member.rest())
         return replies
 
     def close(self) -> None:

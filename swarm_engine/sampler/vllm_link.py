@@ -28,9 +28,11 @@ from swarm_engine.errors import WorkerError
 from swarm_engine.protocol import Cancel, Failed, Finished, Generate, Rejected, Sampled, frame, read_frames
 from swarm_engine.sampler.shared_weights import mapped, new_memory
 from swarm_engine.sampler.vllm_messages import (
+    Asleep,
     FromVllm,
     LoadModel,
     LoadWeights,
+    Sleep,
     ToVllm,
     WeightsLoaded,
     from_vllm,
@@ -75,11 +77,11 @@ class Link(Protocol):
         """`receive` would not wait."""
         ...
 
-    def send(self, question: LoadModel | Generate | Cancel) -> None:
+    def send(self, question: LoadModel | Sleep | Generate | Cancel) -> None:
         """Say something; that the process is gone is for `receive` to tell, behind what it may have said last."""
         ...
 
-    def receive(self) -> WeightsLoaded | Sampled | Finished | Rejected:
+    def receive(self) -> WeightsLoaded | Asleep | Sampled | Finished | Rejected:
         """Wait for the next message.
 
         Raises:
@@ -131,7 +133,7 @@ class Received:
         self._queue.put(Failed(why))
         self._wake()
 
-    def next(self) -> WeightsLoaded | Sampled | Finished | Rejected:
+    def next(self) -> WeightsLoaded | Asleep | Sampled | Finished | Rejected:
         """Wait for a message.
 
         Raises:
@@ -232,7 +234,7 @@ class LocalLink:
     def send(self, question: ToVllm) -> None:
         self._process.send(to_vllm.dump_json(question))
 
-    def receive(self) -> WeightsLoaded | Sampled | Finished | Rejected:
+    def receive(self) -> WeightsLoaded | Asleep | Sampled | Finished | Rejected:
         return self._received.next()
 
     def close(self) -> None:

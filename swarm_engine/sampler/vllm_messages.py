@@ -2,8 +2,9 @@
 
 Whoever starts the process gives it one end of a socket pair and a piece of shared memory as large as the weights; it
 ends when the line does. `LoadModel` comes first and makes the engine, its weights still noise; then and after every
-update the weights are written into the shared memory and `LoadWeights` is said. Requests and replies are those of the
-front: `Generate`, `Cancel`, `Sampled`, `Finished`, `Rejected`. A process that can't go on says `Failed`.
+update the weights are written into the shared memory and `LoadWeights` is said. `Sleep` may come before an update.
+Requests and replies are those of the front: `Generate`, `Cancel`, `Sampled`, `Finished`, `Rejected`. A process that
+can't go on says `Failed`.
 
 An adapter comes merged into the weights of its model; kept apart, it would be a message beside `LoadWeights` with
 places of its own in the memory.
@@ -46,6 +47,8 @@ class LoadModel:
     max_running: int
     kv_bytes: int
     is_eager: bool
+    can_sleep: bool
+    """Whether `Sleep` will come, for which memory has to be set aside in another way."""
     type: Literal["load_model"] = "load_model"
 
 
@@ -68,8 +71,23 @@ class WeightsLoaded:
     type: Literal["weights_loaded"] = "weights_loaded"
 
 
-ToVllm = LoadModel | LoadWeights | Generate | Cancel
-FromVllm = WeightsLoaded | Sampled | Finished | Rejected | Failed
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Hold neither weights nor keys and values on a GPU, and sample nothing, until `LoadWeights` comes. Answered by
+    `Asleep`, with every token sampled before it; requests are taken, and wait."""
+
+    type: Literal["sleep"] = "sleep"
+
+
+@dataclass(frozen=True, slots=True)
+class Asleep:
+    """The memory is free."""
+
+    type: Literal["asleep"] = "asleep"
+
+
+ToVllm = LoadModel | LoadWeights | Sleep | Generate | Cancel
+FromVllm = WeightsLoaded | Asleep | Sampled | Finished | Rejected | Failed
 
 to_vllm: TypeAdapter[ToVllm] = TypeAdapter(Annotated[ToVllm, Field(discriminator="type")])
 from_vllm: TypeAdapter[FromVllm] = TypeAdapter(Annotated[FromVllm, Field(discriminator="type")])

@@ -33,9 +33,11 @@ from swarm_engine.sampler import Reply
 from swarm_engine.sampler.grammar import Grammars
 from swarm_engine.sampler.shared_weights import mapped, views
 from swarm_engine.sampler.vllm_messages import (
+    Asleep,
     FromVllm,
     LoadModel,
     LoadWeights,
+    Sleep,
     ToVllm,
     WeightsLoaded,
     from_vllm,
@@ -59,6 +61,8 @@ PROBE_PRIORITY = -1
 MIN_LLGUIDANCE = (1, 9)
 """1.7, which vLLM asks for, does not know the bound on white space in forms."""
 MAX_SEED = (1 << 63) - 1
+DISCARD = 2
+"""vLLM's level of sleep that keeps no copy of the weights: they are handed out anew."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 log = logging.getLogger(__name__)
@@ -109,6 +113,7 @@ class Host:
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._version = -1
         """Of noise, until weights come."""
+        self._is_asleep = False
         self._running: dict[str, Running] = {}
         self._followers: dict[str, Follower] = {}
         """Of the running requests with a grammar, by request id."""
@@ -118,8 +123,8 @@ class Host:
 
     @property
     def is_idle(self) -> bool:
-        """No request waits or runs."""
-        return not self._running
+        """No request runs, and none would at the next step."""
+        return self._is_asleep or not self._running
 
     def answer(self, question: ToVllm) -> list[FromVllm]:
         """Do what the worker asks between two steps."""
@@ -130,6 +135,8 @@ class Host:
                 return list(self._cancel(question.request_id))
             case LoadWeights():
                 return self._load_weights(question)
+            case Sleep():
+                return self._sleep()
             case LoadModel():
                 raise AssertionError("a model was given twice")
             case _:
@@ -205,15 +212,35 @@ class Host:
     def _load_weights(self, load: LoadWeights) -> list[FromVllm]:
         """Take the weights that lie in the memory. What runs is computed again from its tokens, and no prefix of the
         old weights is left."""
-        reports: list[FromVllm] = [one for running in self._running.values() for one in running.report(self._version)]
+        reports = self._reports()
+        if self._is_asleep:
+            self._engine.wake_up(["weights"])
         weights = views(self._memory, self._model.places, self._dtype)
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if not self._engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM kept prefixes of the old weights")
+        if self._is_asleep:
+            self._engine.wake_up(["kv_cache"])
+            self._is_asleep = False
+        self._forget_prefixes()
         self._version = load.version
         # What ran waits again now, so those of the higher priority get a place at once.
         refused = [reply for probe in load.probes for reply in self._submit(probe, (), PROBE_PRIORITY)]
         return [*reports, WeightsLoaded(load.version), *refused]
+
+    def _sleep(self) -> list[FromVllm]:
+        """Give up what a card holds. What runs waits, to be computed again from its tokens."""
+        reports = self._reports()
+        self._forget_prefixes()
+        self._engine.sleep(DISCARD, mode="keep")
+        self._is_asleep = True
+        return [*reports, Asleep()]
+
+    def _reports(self) -> list[FromVllm]:
+        """The tokens of all that runs that are not reported yet."""
+        return [one for running in self._running.values() for one in running.report(self._version)]
+
+    def _forget_prefixes(self) -> None:
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM kept prefixes of the old weights")
 
     def _drop(self, request_id: str) -> None:
         self._engine.abort_request([request_id])
@@ -259,6 +286,8 @@ def _make_engine(model: LoadModel, vocab_size: int, followers: dict[str, Followe
             gpu_memory_utilization=LEAST_SHARE,
             block_size=CPU_BLOCK_TOKENS if current_platform.is_cpu() else None,
             enforce_eager=model.is_eager,
+            # On a CPU vLLM refuses it; there its sleep is a pause and frees nothing.
+            enable_sleep_mode=model.can_sleep and not current_platform.is_cpu(),
             # Of the distribution sampled from, after temperature and grammar.
             logprobs_mode="processed_logprobs",
             max_logprobs=vocab_size,

@@ -25,7 +25,7 @@ from swarm_engine.sampler.requests import refusal_of
 from swarm_engine.sampler.several import SeveralSamplers
 from swarm_engine.sampler.shared_weights import plan_places, views
 from swarm_engine.sampler.vllm_link import Link, Links
-from swarm_engine.sampler.vllm_messages import LoadModel, LoadWeights, WeightPlace, WeightsLoaded
+from swarm_engine.sampler.vllm_messages import Asleep, LoadModel, LoadWeights, Sleep, WeightPlace, WeightsLoaded
 from swarm_engine.seeding import derive_seed
 from swarm_engine.trainer.scoring import Row, score
 from swarm_engine.types import SamplingParams
@@ -123,11 +123,18 @@ class VllmSampler:
         Raises:
             WorkerError: it ended, or samples from other weights.
         """
-        before, self._unreported = self._unreported, []
-        while not isinstance(message := self._link.receive(), WeightsLoaded):
-            before.append(message)
+        before = self._until(WeightsLoaded)
         self._check(probes_of(self._policy))
         return before
+
+    def rest(self) -> list[Reply]:
+        """Have vLLM free its card and wait until it has. What runs goes on after `weights_changed`.
+
+        Raises:
+            WorkerError: it ended.
+        """
+        self._link.send(Sleep())
+        return self._until(Asleep)
 
     def close(self) -> None:
         """End vLLM and wait until it is gone."""
@@ -176,9 +183,17 @@ class VllmSampler:
                 waited_for.remove(reply.request_id)
         return found
 
+    def _until(self, answer: type[WeightsLoaded | Asleep]) -> list[Reply]:
+        """The replies before an answer to the worker itself."""
+        before, self._unreported = self._unreported, []
+        while not isinstance(message := self._link.receive(), answer):
+            assert not isinstance(message, WeightsLoaded | Asleep), message
+            before.append(message)
+        return before
+
     def _next_reply(self) -> Reply:
         message = self._link.receive()
-        assert not isinstance(message, WeightsLoaded), message
+        assert not isinstance(message, WeightsLoaded | Asleep), message
         return message
 
 
@@ -225,6 +240,7 @@ def start_vllm(
         max_running=config.max_running,
         kv_bytes=cache.num_bytes,
         is_eager=config.vllm_eager is not False,
+        can_sleep=bool(config.vllm_sleeps),
     )
     links = reach(size)
     hand_out = HandOut(policy, torch_dtype, places, links)

@@ -35,6 +35,16 @@ class Embedded(SlotSampler):
             raise WorkerError(self.loss, "start anew")
         return self.weights_changed(self.handed_out)
 
+    def rest(self) -> list[Reply]:
+        """Finishes what runs, so that there is something to report."""
+        self._log.append("rests")
+        if self.loss:
+            raise WorkerError(self.loss, "start anew")
+        replies: list[Reply] = []
+        while not self.is_idle:
+            replies += super().step()
+        return replies
+
     def step(self) -> list[Reply]:
         if self.loss:
             raise WorkerError(self.loss, "start anew")
@@ -132,6 +142,15 @@ def test_all_are_handed_the_weights_before_one_is_waited_for(several: Several) -
     assert sum(isinstance(reply, Finished) for reply in replies) == 2
 
 
+def test_all_rest_and_what_they_say_before_is_told(several: Several) -> None:
+    names = {several.ask(prompt_of(1)), several.ask(prompt_of(2))}
+    replies = several.pool.rest()
+    assert several.log == ["rests", "rests"]
+    assert {reply.request_id for reply in replies if isinstance(reply, Finished)} == names
+    several.ask(prompt_of(1))
+    assert several.finish().keys() - names, "what has ended is forgotten, and the next one runs"
+
+
 def test_prefixes_of_the_old_weights_draw_nobody(several: Several) -> None:
     several.ask(prompt_of(1))
     several.ask(prompt_of(2))  # at the second
@@ -178,3 +197,5 @@ def test_the_loss_of_one_is_told_with_its_place_and_reason(several: Several) -> 
         several.pool.step()
     with pytest.raises(WorkerError, match=r"^sampler 2 of 2: it was killed; start anew$"):
         several.pool.weights_changed(1)
+    with pytest.raises(WorkerError, match=r"^sampler 2 of 2: it was killed; start anew$"):
+        several.pool.rest()

@@ -9,7 +9,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +267,53 @@ def test_a_worker_serves_and_trains_with_it(home: Path, tmp_path: Path) -> None:
         assert not psutil.pid_exists(pid)
 
 
+def test_what_sleeps_frees_its_memory_takes_requests_and_goes_on_with_the_weights_that_wake_it(
+    home: Path, tiny: LoadedPolicy
+) -> None:
+    driven = Driven(tiny, CONFIG.model_copy(update={"vllm_sleeps": True}))
+    assert json.loads((home / "load_model.json").read_text())["can_sleep"] is True
+    driven.sampler.submit(ask("a", 40))
+    before = driven.until(lambda replies: len(replies) > 0)
+    before += driven.sampler.rest()
+    assert (home / "slept").read_text() == "z", "before the trainer begins"
+    assert driven.sampler.submit(ask("b", 3)) == []
+    with torch.no_grad():
+        tiny.model.embedding.mul_(1.5)
+    found = driven.sampler.weights_changed(1)
+    assert found == [], "nothing is sampled in its sleep"
+    found = driven.until(lambda replies: num_ended(replies) == 2)
+    sampled = [one for one in before + found if isinstance(one, Sampled)]
+    versions = [one.policy_version for one in sampled if one.request_id == "a" for _ in one.token_ids]
+    assert versions == sorted(versions)
+    assert (set(versions), len(versions)) == ({0, 1}, 40)
+    assert {one.policy_version for one in sampled if one.request_id == "b"} == {1}
+    driven.sampler.close()
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_worker_lets_all_of_its_policies_sleep_while_it_trains_one(home: Path, tmp_path: Path, sleeps: bool) -> None:
+    for name in ("tiny", "rival"):
+        build_tiny_model(tmp_path / "models" / name)
+    config = {
+        **VLLM,
+        "sampler": {**VLLM["sampler"], "vllm_sleeps": sleeps},
+        "policies": {"policy": {"model": "tiny"}, "rival": {"model": "rival", "trainable": False}},
+    }
+    engine = Engine.boot(Boot(config, str(tmp_path / "models"), str(tmp_path / "checkpoints"), "run"))
+    engine.update(update(1))
+    slept = home / "slept"
+    assert (len(slept.read_text()) if slept.exists() else 0) == (2 if sleeps else 0)
+    for name, version in (("policy", 1), ("rival", 0)):
+        engine.generate(replace(ask(f"for {name}", 3), policy=name))
+        found: list[Any] = []
+        deadline = time.monotonic() + WAIT_S
+        while not num_ended(found):
+            assert time.monotonic() < deadline, f"{name} sleeps on"
+            found += engine.sample()
+        assert [one.policy_version for one in found if isinstance(one, Sampled) for _ in one.token_ids] == [version] * 3
+    engine.close()
+
+
 def test_two_processes_get_an_update_together_and_the_loss_of_one_is_told(
     home: Path,  # noqa: ARG001
     tiny: LoadedPolicy,
@@ -372,6 +421,11 @@ def test_a_killed_process_fails_the_worker_and_a_killed_worker_leaves_none(home:
         (
             {"sampler": {"vllm_dtype": "bfloat16", "backend": "scripted"}},
             "sampler.vllm_dtype is bfloat16, but backend scripted does not read it",
+        ),
+        ({"sampler": {"vllm_sleeps": True}}, "sampler.vllm_sleeps is True, but backend torch does not read it"),
+        (
+            {"sampler": {"backend": "vllm", "vllm_sleeps": True}, "trainer": {"max_staleness": 1}},
+            "sampler.vllm_sleeps is true and trainer.max_staleness is 1, but nobody samples",
         ),
         ({"lockstep": True, **VLLM}, "lockstep is true, but vLLM computes calls together"),
     ],

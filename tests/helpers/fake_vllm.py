@@ -52,8 +52,10 @@ def main() -> None:
     from swarm_engine.sampler.shared_weights import mapped, views
     from swarm_engine.sampler.slots import SlotSampler
     from swarm_engine.sampler.vllm_messages import (
+        Asleep,
         LoadModel,
         LoadWeights,
+        Sleep,
         WeightsLoaded,
         from_vllm,
         to_vllm,
@@ -67,6 +69,7 @@ def main() -> None:
     faults = Faults(**json.loads((arguments.home / "fake_vllm.json").read_text()))
     (arguments.home / "pid").write_text(str(os.getpid()))
     torch.set_num_threads(1)
+    is_asleep = False
     line = socket.socket(fileno=arguments.line)
     buffer = bytearray()
     samplers: dict[str, SlotSampler] = {}
@@ -75,7 +78,7 @@ def main() -> None:
         line.sendall(b"".join(frame(from_vllm.dump_json(answer)) for answer in answers))
 
     while True:
-        is_idle = all(sampler.is_idle for sampler in samplers.values())
+        is_idle = is_asleep or all(sampler.is_idle for sampler in samplers.values())
         line.setblocking(is_idle)
         try:
             chunk = line.recv(1 << 20)
@@ -109,17 +112,25 @@ def main() -> None:
                         for name in faults.keeps:
                             found[name] = kept.setdefault(name, found[name])
                         model.load_weights(found)
+                    is_asleep = False
                     for sampler in samplers.values():
                         send(*sampler.weights_changed(version))
                     send(WeightsLoaded(version))
                     for probe in probes:
                         send(*samplers["probes"].submit(probe))
+                case Sleep():
+                    is_asleep = True
+                    for weight in model.parameters():
+                        weight.data.fill_(torch.nan)
+                    with (arguments.home / "slept").open("a") as slept:
+                        slept.write("z")
+                    send(Asleep())
                 case Generate():
                     send(*samplers["replies"].submit(message))
                 case Cancel(request_id):
                     send(*samplers["replies"].cancel(request_id))
         for sampler in samplers.values():
-            if not sampler.is_idle:
+            if not (is_asleep or sampler.is_idle):
                 time.sleep(faults.token_s)
                 send(*sampler.step())
 

@@ -46,7 +46,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
 
 @pytest.fixture(scope="module")
 def vllm(policy: LoadedPolicy) -> Iterator[Driven]:
-    driven = Driven(policy, SamplerConfig(backend=SamplerBackend.VLLM, max_running=MAX_RUNNING))
+    config = SamplerConfig(backend=SamplerBackend.VLLM, max_running=MAX_RUNNING, vllm_sleeps=True)
+    driven = Driven(policy, config)
     yield driven
     driven.sampler.close()
 
@@ -235,29 +236,38 @@ def test_a_cancelled_request_makes_room(vllm: Driven) -> None:
     assert {ending_of(replies, f"long-{number}") for number in range(1, MAX_RUNNING)} == {FinishReason.CANCELLED}
 
 
-def test_an_update_reaches_replies_that_run_and_prompts_that_were_cached(vllm: Driven, policy: LoadedPolicy) -> None:
+@pytest.mark.parametrize(("after", "sleeps"), [(3, False), (5, True)])
+def test_an_update_reaches_replies_that_run_and_prompts_that_were_cached(
+    vllm: Driven, policy: LoadedPolicy, after: int, sleeps: bool
+) -> None:
     cached = Generate("cached", "policy", prompt_of(7, 200), SamplingParams(8, seed=7))
     vllm.run(cached)
     old = copy.deepcopy(policy.model)
     vllm.sampler.submit(endless("streamed", 1, 60))
     vllm.sampler.submit(endless("whole", 2, 60, is_streamed=False))
     replies = vllm.until(lambda some: len(some) >= 5)
+    if sleeps:
+        replies += vllm.sampler.rest()
+        vllm.sampler.submit(endless("queued", 3, 5))
+        vllm.sampler.submit(endless("given up", 4, 5))
+        vllm.sampler.cancel("given up")
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in policy.model.parameters():
             weight.add_(0.02 * torch.randn(weight.shape, generator=draw))
-    replies += vllm.sampler.weights_changed(3)
-    replies += vllm.until(lambda some: num_ended(some) == 2)
+    replies += vllm.sampler.weights_changed(after)
+    replies += vllm.until(lambda some: num_ended(replies + some) == (4 if sleeps else 2))
     grammars = Grammars(policy.tokenizer_dir, policy.model.config.vocab_size, policy.end_ids)
     for name, number in (("streamed", 1), ("whole", 2)):
         pieces = [one for one in replies if isinstance(one, Sampled) and one.request_id == name]
         versions = [one.policy_version for one in pieces for _ in one.token_ids]
         assert versions == sorted(versions)
-        assert set(versions) == {0, 3}
+        before = versions[0]
+        assert set(versions) == {before, after}
         assert len(versions) == 60
         assert name == "streamed" or len(pieces) == 2
         script, found = tokens_of(replies, name), logprobs_of(replies, name)
-        for version, model in ((0, old), (3, policy.model)):
+        for version, model in ((before, old), (after, policy.model)):
             scripted = SlotSampler(model, policy.end_ids, backend=SamplerBackend.SCRIPTED, grammars=grammars)
             request = endless(name, number, 60)
             played: list[Reply] = scripted.submit(
@@ -268,6 +278,9 @@ def test_an_update_reaches_replies_that_run_and_prompts_that_were_cached(vllm: D
             own = logprobs_of(played, name)
             places = [place for place, one in enumerate(versions) if one == version]
             assert [found[place] for place in places] == pytest.approx([own[place] for place in places], abs=1e-4)
+    if sleeps:
+        assert {one.policy_version for one in replies if isinstance(one, Sampled) and one.request_id == "queued"} == {5}
+        assert (len(tokens_of(replies, "queued")), tokens_of(replies, "given up")) == (5, ())
     again = vllm.run(cached)
     reply = tokens_of(again, "cached")
     assert logprobs_of(again, "cached") == pytest.approx(own_logprobs(policy, cached.prompt_ids, reply), abs=1e-4)
