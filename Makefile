@@ -6,8 +6,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 QUESTION ?= Does a group size of 8 learn tic-tac-toe faster than 4 at the same number of episodes?
 TESTS ?= tests
-# One more than there are cores: a test often waits for a process of its own.
-TEST_PROCESSES ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 1, 8))')
+# Each starts processes of its own, which take up to 2 GB beside it.
+TEST_PROCESSES ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(os.cpu_count() or 1, 8)))')
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
