@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from a3r.estimates import RunRecord
 from a3r.prereg.plan import Plan
 from a3r.prereg.tree import Evidence, FailedRateAbove, Leaf, Truth, Visited, judge
-from a3r.store import RunView
+
+if TYPE_CHECKING:
+    from a3r.store import RunView
 
 GO_ON = "go_on"
 """What the noise floor leads to where its runs did not fail."""

@@ -92,17 +92,23 @@ def likelihood_interval(values: Sequence[float], level: float = LEVEL) -> Interv
     found = t_interval(values, level)
     if found is None or found.low is None or found.low == found.high:
         return found
-    counts, limit = Counter(values), half_width(1.0, len(values) - 1, level) ** 2
-    low, high = (_end(counts, found.mean, bound, limit) for bound in (min(values), max(values)))
+    # From the mean on: values that hardly differ would lose their differences to rounding.
+    counts = Counter(value - found.mean for value in values)
+    limit = half_width(1.0, len(values) - 1, level) ** 2
+    low, high = (
+        bound if (end := _end(counts, bound - found.mean, limit)) is None else found.mean + end
+        for bound in (min(values), max(values))
+    )
     return Interval(found.mean, low, high, found.n)
 
 
-def _end(counts: Mapping[float, int], mean: float, bound: float, limit: float) -> float:
-    """The mean between the values' own and `bound` that is just as unlikely as the limit allows."""
-    nearest = bound + 1e-9 * (mean - bound)
+def _end(counts: Mapping[float, int], bound: float, limit: float) -> float | None:
+    """The mean between 0, that of the values, and `bound` that is just as unlikely as the limit allows; None where even
+    the bound is not."""
+    nearest = bound * (1 - 1e-9)
     if _unlikeliness(counts, nearest) <= limit:
-        return bound
-    return _root(lambda mu: _unlikeliness(counts, mu) - limit, nearest, mean)
+        return None
+    return _root(lambda mu: _unlikeliness(counts, mu) - limit, nearest, 0.0)
 
 
 def _unlikeliness(counts: Mapping[float, int], mu: float) -> float:

@@ -470,7 +470,7 @@ class TeacherConfig(Frozen):
     """Who says how likely it finds what was sampled: a server with OpenAI's completions route and vLLM's
     `prompt_logprobs`, on a model with the policy's tokenizer."""
 
-    base_url: str = Field(pattern=r"^https?://")
+    base_url: str = Field(pattern=r"^https?://\S*$")
     """Up to and including `/v1`. Its key, where it wants one, is in the server's environment (`A3R_TEACHER_API_KEY`):
     a config comes over HTTP, and one that could name a variable could have any secret sent to any address."""
     model: str = Field(min_length=1)

@@ -209,7 +209,7 @@ class Engine:
         return combined(updates) if len(self.policies) > 1 else updates.popitem()[1]
 
     def serve_weights(self) -> list[Answer]:
-        """Sample with the trainers' weights as they are now: what runs in the samplers goes on under them."""
+        """Sample with the trainers' weights as they are now, which wakes what sleeps; what runs goes on under them."""
         changed = [policy for policy in self.policies.values() if policy.trainer or policy.sleeper]
         return [answer for policy in changed for answer in policy.serve_weights()]
 

@@ -315,7 +315,7 @@ class _Child:
         """End the process group now; the request it worked on gets the fault, those behind it a crash."""
         if self._fault is None:
             self._fault = fault
-        _kill_group(self.pid)
+            _kill_group(self.pid)  # once: later its number may be another's
         if self._watchdog:
             self._watchdog.cancel()
             self._watchdog = None

@@ -105,28 +105,25 @@ def saver(path: Path) -> Iterator[SqliteSaver]:
 
 
 def _run(graph: Any, config: RunnableConfig, study_id: str, deps: Deps, ask: Ask) -> None:
-    """Invoke, answer what the graph waits for, invoke again."""
+    """Invoke, answer what the graph waits for, invoke again.
+
+    Whether it waits is what an invocation returns, never what a snapshot says: that lists what was answered too, and
+    leaves out what a kill between two steps kept. So a study that goes on is invoked first.
+    """
     snapshot = graph.get_state(config)
+    given: StudyState | Command[Any] | None = None
     if snapshot.metadata is None:
-        start: StudyState = {"study_id": study_id, "graph_version": GRAPH_VERSION}
-        graph.invoke(start, config, durability="sync")
-        snapshot = graph.get_state(config)
+        given = {"study_id": study_id, "graph_version": GRAPH_VERSION}
     elif snapshot.values and snapshot.values["graph_version"] != GRAPH_VERSION:
         raise StudyVersionError(
             f"the checkpoint of study {study_id} is of graph version {snapshot.values['graph_version']}, "
             f"this is {GRAPH_VERSION}"
         )
-    # Not `next`: that leaves out a node whose outcome is kept but not taken over, as a kill between two steps does.
-    while snapshot.tasks:
-        if not snapshot.interrupts:
-            # Killed within a node: it runs again from its start.
-            graph.invoke(None, config, durability="sync")
-        else:
-            (waiting,) = snapshot.interrupts
-            answer = _answer(waiting.value, study_id, deps, ask)
-            # By the interrupt's id: a bare answer that is an empty dict would not count as one.
-            graph.invoke(Command(resume={waiting.id: answer}), config, durability="sync")
-        snapshot = graph.get_state(config)
+    while waits := graph.invoke(given, config, durability="sync").get("__interrupt__"):
+        (asked,) = waits
+        answer = _answer(asked.value, study_id, deps, ask)
+        # By the interrupt's id: a bare answer that is an empty dict would not count as one.
+        given = Command(resume={asked.id: answer})
 
 
 def _answer(waiting: dict[str, Any], study_id: str, deps: Deps, ask: Ask) -> dict[str, Any]:

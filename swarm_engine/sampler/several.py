@@ -9,15 +9,23 @@ from typing import Protocol
 
 from swarm_engine.errors import WorkerError
 from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
-from swarm_engine.sampler import Reply, Sampler, Sleeper
+from swarm_engine.sampler import Reply, Sampler
 from swarm_engine.sampler.routing import Prefixes, blocks_of, choose
 
 
-class Member(Sampler, Sleeper, Protocol):
-    """A sampler whose weights are handed out to it and others at once."""
+class Member(Sampler, Protocol):
+    """A sampler that gets its weights, and lies down, together with others."""
 
     def weights_loaded(self) -> list[Reply]:
         """Wait until it samples from what was handed out. Returns the tokens of the old weights not reported yet."""
+        ...
+
+    def begin_rest(self) -> None:
+        """Ask it to rest, see `swarm_engine.sampler.Sleeper`."""
+        ...
+
+    def rested(self) -> list[Reply]:
+        """Wait until it does. Returns the tokens sampled before and not reported yet."""
         ...
 
 
@@ -108,10 +116,12 @@ class SeveralSamplers:
         Raises:
             WorkerError: one is lost; it says which.
         """
+        for member in self._members:
+            member.begin_rest()
         replies: list[Reply] = []
         for place, member in enumerate(self._members):
             with self._named(place):
-                replies += self._noted(place, member.rest())
+                replies += self._noted(place, member.rested())
         return replies
 
     def close(self) -> None:

@@ -220,16 +220,16 @@ class Host:
         if self._is_asleep:
             self._engine.wake_up(["kv_cache"])
             self._is_asleep = False
-        self._forget_prefixes()
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM kept prefixes of the old weights")
         self._version = load.version
         # What ran waits again now, so those of the higher priority get a place at once.
         refused = [reply for probe in load.probes for reply in self._submit(probe, (), PROBE_PRIORITY)]
         return [*reports, WeightsLoaded(load.version), *refused]
 
     def _sleep(self) -> list[FromVllm]:
-        """Give up what a card holds. What runs waits, to be computed again from its tokens."""
+        """Give up what a card holds. vLLM forgets every prefix, and what runs waits to be computed again."""
         reports = self._reports()
-        self._forget_prefixes()
         self._engine.sleep(DISCARD, mode="keep")
         self._is_asleep = True
         return [*reports, Asleep()]
@@ -237,10 +237,6 @@ class Host:
     def _reports(self) -> list[FromVllm]:
         """The tokens of all that runs that are not reported yet."""
         return [one for running in self._running.values() for one in running.report(self._version)]
-
-    def _forget_prefixes(self) -> None:
-        if not self._engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM kept prefixes of the old weights")
 
     def _drop(self, request_id: str) -> None:
         self._engine.abort_request([request_id])

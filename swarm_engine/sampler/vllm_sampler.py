@@ -133,7 +133,19 @@ class VllmSampler:
         Raises:
             WorkerError: it ended.
         """
+        self.begin_rest()
+        return self.rested()
+
+    def begin_rest(self) -> None:
+        """Have vLLM free its card."""
         self._link.send(Sleep())
+
+    def rested(self) -> list[Reply]:
+        """Wait until it has.
+
+        Raises:
+            WorkerError: it ended.
+        """
         return self._until(Asleep)
 
     def close(self) -> None:

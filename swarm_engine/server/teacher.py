@@ -58,7 +58,8 @@ class Teacher:
         self._config = config
         self._patience = patience or Patience()
         key = os.environ.get(KEY_VARIABLE)
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        # As it is: a little of what is compressed may be a lot.
+        self._headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
 
     async def probe(self, codec: ChatCodec) -> None:
         """See that it answers, and that its tokens are those of the policy where it says what they are.
@@ -108,12 +109,18 @@ class Teacher:
         return {call.call_id: one.result() for call, one in zip(calls, asked, strict=True)}
 
     def _connect(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self._config.base_url.rstrip("/") + "/",
-            headers=self._headers,
-            timeout=None,  # httpx's is for one read, and a byte now and then keeps within it for ever
-            limits=httpx.Limits(max_connections=self._config.max_running),
-        )
+        try:
+            return httpx.AsyncClient(
+                base_url=self._config.base_url.rstrip("/") + "/",
+                headers=self._headers,
+                timeout=None,  # httpx's is for one read, and a byte now and then keeps within it for ever
+                limits=httpx.Limits(max_connections=self._config.max_running),
+            )
+        except httpx.InvalidURL as error:
+            raise TeacherError(
+                f"teacher.base_url {self._config.base_url!r} is no URL: {error}",
+                "it goes like http://localhost:8000/v1",
+            ) from None
 
     async def _ask(self, http: httpx.AsyncClient, tokens: Sequence[int]) -> Any:
         """Its answer about some tokens."""
@@ -121,10 +128,11 @@ class Teacher:
         body = {"model": self._config.model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0}
         clock, patience = asyncio.get_running_loop().time, self._patience
         last_start = clock() + patience.again_s
+        max_bytes = BYTES_BESIDE + BYTES_PER_TOKEN * len(tokens)
         for pause_s in (*patience.pauses_s, math.inf):
             try:
                 async with asyncio.timeout(patience.timeout_s):
-                    status, answer = await _post(http, body, BYTES_BESIDE + BYTES_PER_TOKEN * len(tokens))
+                    answer = await _post(http, body, max_bytes)
             except TimeoutError:
                 raise TeacherError(
                     f"{where} has not answered about {len(tokens)} tokens within {patience.timeout_s:g} s",
@@ -134,15 +142,15 @@ class Teacher:
             except httpx.HTTPError as error:
                 problem = f"{where} can't be reached: {error or type(error).__name__}"
             else:
-                if answer is None:
-                    raise TeacherError(
-                        f"{where} answers more than {BYTES_PER_TOKEN} bytes a token about {len(tokens)} tokens",
-                        "see that teacher.base_url leads to a server that answers completions as vLLM does",
-                    )
-                if status in range(200, 300):
-                    return _json(answer)
-                problem = f"{where} answers {status}: {shown(answer.decode(errors='replace'))}"
-                if status not in PASSING:
+                if answer.status in range(200, 300):
+                    if len(answer.body) > max_bytes:
+                        raise TeacherError(
+                            f"{where} answers more than {max_bytes} bytes about {len(tokens)} tokens",
+                            "see that teacher.base_url leads to a server that answers completions as vLLM does",
+                        )
+                    return _json(answer.body)
+                problem = f"{where} answers {answer.status}: {shown(answer.body.decode(errors='replace'))}"
+                if answer.status not in PASSING:
                     raise TeacherError(problem, "see that teacher.model is served there and takes prompts of token ids")
             if clock() + pause_s > last_start:
                 break
@@ -158,15 +166,23 @@ def with_teacher(episode: Episode, taught: Mapping[str, tuple[float, ...]]) -> E
     return replace(episode, calls=calls)
 
 
-async def _post(http: httpx.AsyncClient, body: Mapping[str, Any], max_bytes: int) -> tuple[int, bytes | None]:
-    """Status and body of the answer to a request; no body where it is longer than that."""
-    answer = bytearray()
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server answered."""
+
+    status: int
+    body: bytes
+    """Of one that is longer than it may be the beginning, a little longer than it may be."""
+
+
+async def _post(http: httpx.AsyncClient, body: Mapping[str, Any], max_bytes: int) -> Answer:
+    found = bytearray()
     async with http.stream("POST", "completions", json=body) as response:
-        async for part in response.aiter_bytes():
-            answer += part
-            if len(answer) > max_bytes:
-                return response.status_code, None
-    return response.status_code, bytes(answer)
+        async for part in response.aiter_raw():
+            found += part
+            if len(found) > max_bytes:
+                break
+    return Answer(response.status_code, bytes(found))
 
 
 def _json(answer: bytes) -> Any:

@@ -497,6 +497,28 @@ def test_a_kill_between_two_steps_of_the_graph_loses_nothing(lab_in, told_next, 
     assert [path.read_text() for path in paths.root.glob("runs/*/starts")] == ["start\n"] * 6
 
 
+def test_what_was_said_of_a_plan_holds_whatever_is_killed_after_it(lab_in):
+    lab = lab_in(EFFECT)
+    study = lab.begin(EXAMPLE)
+    tell, asked = lab.deps.tell, []
+
+    def ask(_: Any) -> Approval:
+        asked.append("may it run?")
+        return Approval(len(asked) == 1, "ann")
+
+    def fail(kind: str, /, **fields: Any) -> None:
+        tell(kind, **fields)
+        if kind == "locked":
+            raise A3RError("in the step that locks the plan")
+
+    lab.deps.tell = fail
+    with pytest.raises(A3RError, match="locks the plan"):
+        drive(study, lab.deps, ask)
+    lab.deps.tell = tell
+    assert drive(study, lab.deps, ask) is StudyStatus.DONE
+    assert asked == ["may it run?"]
+
+
 def forget_newest_step(path: Path, *, is_outcome_kept: bool) -> None:
     """Leave what a kill leaves that comes when a step has ended and the next is not yet kept as begun, or, without its
     outcome, a moment earlier."""

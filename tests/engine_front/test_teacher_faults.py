@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Awaitable, Callable
 
@@ -121,8 +122,15 @@ def test_garbage_is_told_as_such(body: str, said: str, probes: bool) -> None:
     assert num_requests == 1
 
 
-@pytest.mark.parametrize("status", ["200 OK", "404 Not Found", "503 Service Unavailable"])
-def test_an_answer_may_be_so_long_and_is_not_asked_for_again(status: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "said", "num_requests"),
+    [
+        ("200 OK", "answers more than 1060864 bytes about 3 tokens", 1),
+        ("404 Not Found", "answers 404: '   ", 1),
+        ("503 Service Unavailable", "answers 503: '   ", 3),
+    ],
+)
+def test_an_answer_may_be_so_long(status: str, said: str, num_requests: int) -> None:
     async def pour(writer: asyncio.StreamWriter) -> None:
         """Without an end, so that who waits for one does not come back in time."""
         writer.write(f"HTTP/1.1 {status}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
@@ -130,9 +138,30 @@ def test_an_answer_may_be_so_long_and_is_not_asked_for_again(status: str) -> Non
             writer.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
             await writer.drain()
 
-    said, num_requests = asyncio.run(asyncio.wait_for(ask(pour, Patience(timeout_s=60)), 20))
-    assert "answers more than 4096 bytes a token about 3 tokens" in said
-    assert num_requests == 1
+    patience = Patience(timeout_s=60, pauses_s=(0.0, 0.0))
+    found = asyncio.run(asyncio.wait_for(ask(pour, patience), 20))
+    assert said in found[0]
+    assert found[1] == num_requests
+
+
+def test_what_is_compressed_is_not_unpacked() -> None:
+    """It was not asked for, and a few bytes may become any number."""
+
+    async def behave(writer: asyncio.StreamWriter) -> None:
+        body = gzip.compress(entry("-1.5").encode())
+        writer.write(
+            f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\ncontent-encoding: gzip\r\n\r\n".encode() + body
+        )
+        await writer.drain()
+
+    said, _ = asyncio.run(ask(behave, Patience()))
+    assert "no prompt_logprobs for every token" in said
+
+
+def test_a_host_that_can_not_be_one_is_told_as_such() -> None:
+    teacher = Teacher(TeacherConfig(base_url="http://é..com/v1", model="large"))
+    with pytest.raises(TeacherError, match="is no URL"):
+        asyncio.run(teacher.judge(BATCH))
 
 
 @pytest.mark.parametrize("decoded", ["7", "[]", '"b"'])

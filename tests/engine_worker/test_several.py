@@ -35,7 +35,10 @@ class Embedded(SlotSampler):
             raise WorkerError(self.loss, "start anew")
         return self.weights_changed(self.handed_out)
 
-    def rest(self) -> list[Reply]:
+    def begin_rest(self) -> None:
+        self._log.append("lies down")
+
+    def rested(self) -> list[Reply]:
         """Finishes what runs, so that there is something to report."""
         self._log.append("rests")
         if self.loss:
@@ -145,7 +148,7 @@ def test_all_are_handed_the_weights_before_one_is_waited_for(several: Several) -
 def test_all_rest_and_what_they_say_before_is_told(several: Several) -> None:
     names = {several.ask(prompt_of(1)), several.ask(prompt_of(2))}
     replies = several.pool.rest()
-    assert several.log == ["rests", "rests"]
+    assert several.log == ["lies down", "lies down", "rests", "rests"]
     assert {reply.request_id for reply in replies if isinstance(reply, Finished)} == names
     several.ask(prompt_of(1))
     assert several.finish().keys() - names, "what has ended is forgotten, and the next one runs"

@@ -84,9 +84,20 @@ def test_the_weights_move_to_what_the_teacher_likes(tiny: LoadedPolicy) -> None:
     assert likelihood((8, 4)) < before[8, 4]
 
 
-@pytest.mark.parametrize("url", ["http://[::1", "http://", "https:///v1", "http://host:port/v1", "http://host:0/v1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1",
+        "http://",
+        "https:///v1",
+        "http://host:port/v1",
+        "http://host:0/v1",
+        "http://ho\tst/v1",
+        "http://a b/v1",
+    ],
+)
 def test_an_address_that_is_none_is_refused_before_anything_starts(url: str) -> None:
-    with pytest.raises(ValidationError, match="no URL"):
+    with pytest.raises(ValidationError, match=r"no URL|should match pattern"):
         EngineConfig.model_validate({"teacher": {"base_url": url, "model": "large"}, "trainer": {"teacher_weight": 1}})
 
 

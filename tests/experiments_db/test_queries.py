@@ -156,6 +156,16 @@ def test_an_interval_is_as_exact_in_any_unit(unit: float) -> None:
     assert (other.low, other.high) == pytest.approx((unit * (one.low or 0), unit * (one.high or 0)), rel=1e-9, abs=0)
 
 
+@pytest.mark.parametrize("rewards", [[0.7, 0.70000005, 0.7], [1.0, 0.99999994, 1.0, 1.0], [1e9, 1e9 + 1, 1e9 + 2]])
+def test_rewards_that_hardly_differ_have_an_interval_too(rewards: list[float]) -> None:
+    one = likelihood_interval(rewards)
+    apart = likelihood_interval([(reward - rewards[0]) * 1e6 for reward in rewards])
+    assert one is not None
+    assert apart is not None
+    width = (one.high or 0) - (one.low or 0)
+    assert width * 1e6 == pytest.approx((apart.high or 0) - (apart.low or 0), rel=1e-6)
+
+
 def test_the_interval_of_rewards_near_their_best_holds_the_truth_as_often_as_it_says() -> None:
     rng = random.Random(0)
     held = 0
