@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from a3r.errors import ReportError
 from a3r.prereg.check import MIN_SEEDS
 from a3r.prereg.plan import Arm, MetricKind, Plan
 from a3r.prereg.tree import Leaf
 from a3r.report import figures, lint, slots
-from a3r.report.bundle import Bundle
 from experiments_db.models import ClaimForm, ClaimStrength, OwnerType, Severity
+
+if TYPE_CHECKING:
+    from a3r.report.bundle import Bundle
 
 OPENINGS: Mapping[ClaimStrength, str] = {
     ClaimStrength.DESCRIPTIVE: "In these runs ",

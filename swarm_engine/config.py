@@ -145,12 +145,12 @@ class SamplerConfig(Frozen):
     """GiB for keys and values; None takes what `max_running` whole contexts need, 4 at most."""
     vllm_eager: bool | None = None
     """Run the model as it is; False compiles it at the start, which takes minutes. None is yes."""
-    vllm_sleeps: bool | None = None
+    vllm_sleep_mode: bool | None = None
     """Give the memory of its card to the trainer while an update runs. None is no."""
 
     @model_validator(mode="after")
     def _only_vllm_reads_its_knobs(self) -> Self:
-        for name in ("vllm_dtype", "vllm_kv_gib", "vllm_eager", "vllm_sleeps"):
+        for name in ("vllm_dtype", "vllm_kv_gib", "vllm_eager", "vllm_sleep_mode"):
             value = getattr(self, name)
             if value is not None and self.backend is not SamplerBackend.VLLM:
                 raise ValueError(
@@ -635,10 +635,10 @@ class EngineConfig(Frozen):
 
     @model_validator(mode="after")
     def _what_sleeps_does_not_sample(self) -> Self:
-        if self.sampler.vllm_sleeps and self.trainer.is_asynchronous:
+        if self.sampler.vllm_sleep_mode and self.trainer.is_asynchronous:
             raise ValueError(
-                f"sampler.vllm_sleeps is true and trainer.max_staleness is {self.trainer.max_staleness}, but nobody "
-                "samples asleep, as is done during updates then; set max_staleness to 0, or vllm_sleeps to false"
+                f"sampler.vllm_sleep_mode is true and trainer.max_staleness is {self.trainer.max_staleness}, but who "
+                "sleeps can't sample during updates; set max_staleness to 0, or vllm_sleep_mode to false"
             )
         return self
 

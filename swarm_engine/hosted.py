@@ -114,7 +114,7 @@ class HostedPolicy:
     goes_on: bool
     """Whether its sampler, on weights of its own, goes on while an update runs."""
     sleeper: Sleeper | None = None
-    """The sampler where it rests while an update runs, and then needs the weights again, be they frozen."""
+    """The sampler where it sleeps while an update runs, and then needs the weights again, be they frozen."""
 
     @staticmethod
     def serve(
@@ -138,7 +138,7 @@ class HostedPolicy:
         version = trainer.step if trainer else 0
         if config.sampler.backend is SamplerBackend.VLLM:
             vllm = start_vllm(policy, config.sampler, _reach(name, config, room, wake), version=version)
-            sleeper = vllm if config.sampler.vllm_sleeps else None
+            sleeper = vllm if config.sampler.vllm_sleep_mode else None
             return HostedPolicy(name, policy, policy.model, trainer, vllm, None, goes_on=has_copy, sleeper=sleeper)
         served = frozen_copy(policy.model) if has_copy else policy.model
         sampler = SlotSampler(

@@ -182,11 +182,13 @@ class Engine:
     def update(self, update: Update) -> list[Answer]:
         """Train on a batch and sample with what came of it."""
         sleepers = [policy.sleeper for policy in self.policies.values() if policy.sleeper is not None]
-        rested = [answer for sleeper in sleepers for answer in sleeper.rest()]
+        for sleeper in sleepers:
+            sleeper.begin_sleep()
+        before = [answer for sleeper in sleepers for answer in sleeper.wait_asleep()]
         updated = self.train(update)
         if sleepers:
             torch.cuda.empty_cache()  # they wake on this card
-        return [*rested, *self.serve_weights(), updated]
+        return [*before, *self.serve_weights(), updated]
 
     def train(self, update: Update) -> Updated:
         """Train every policy that is not frozen on its part of a batch.

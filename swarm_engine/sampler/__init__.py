@@ -47,7 +47,10 @@ class Sampler(Protocol):
 class Sleeper(Protocol):
     """A sampler that can make room for a trainer on its card."""
 
-    def rest(self) -> list[Reply]:
-        """Hold no weights, keys and values on the card and sample nothing until `weights_changed`; requests wait.
-        Returns the tokens sampled before and not reported yet."""
+    def begin_sleep(self) -> None:
+        """Begin to free the card of weights, keys and values. Requests wait until `weights_changed`."""
+        ...
+
+    def wait_asleep(self) -> list[Reply]:
+        """Wait until the card is free. Returns the tokens sampled before and not reported yet."""
         ...

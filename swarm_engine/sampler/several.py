@@ -9,23 +9,15 @@ from typing import Protocol
 
 from swarm_engine.errors import WorkerError
 from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
-from swarm_engine.sampler import Reply, Sampler
+from swarm_engine.sampler import Reply, Sampler, Sleeper
 from swarm_engine.sampler.routing import Prefixes, blocks_of, choose
 
 
-class Member(Sampler, Protocol):
-    """A sampler that gets its weights, and lies down, together with others."""
+class Member(Sampler, Sleeper, Protocol):
+    """A sampler whose weights are handed out to it and others at once."""
 
     def weights_loaded(self) -> list[Reply]:
         """Wait until it samples from what was handed out. Returns the tokens of the old weights not reported yet."""
-        ...
-
-    def begin_rest(self) -> None:
-        """Ask it to rest, see `swarm_engine.sampler.Sleeper`."""
-        ...
-
-    def rested(self) -> list[Reply]:
-        """Wait until it does. Returns the tokens sampled before and not reported yet."""
         ...
 
 
@@ -110,18 +102,21 @@ class SeveralSamplers:
             self._prefixes[routed.member].add(blocks_of(routed.context))
         return replies
 
-    def rest(self) -> list[Reply]:
-        """Have all of them rest.
+    def begin_sleep(self) -> None:
+        """Have all of them free what they hold."""
+        for member in self._members:
+            member.begin_sleep()
+
+    def wait_asleep(self) -> list[Reply]:
+        """Wait for each.
 
         Raises:
             WorkerError: one is lost; it says which.
         """
-        for member in self._members:
-            member.begin_rest()
         replies: list[Reply] = []
         for place, member in enumerate(self._members):
             with self._named(place):
-                replies += self._noted(place, member.rested())
+                replies += self._noted(place, member.wait_asleep())
         return replies
 
     def close(self) -> None:

@@ -127,20 +127,11 @@ class VllmSampler:
         self._check(probes_of(self._policy))
         return before
 
-    def rest(self) -> list[Reply]:
-        """Have vLLM free its card and wait until it has. What runs goes on after `weights_changed`.
-
-        Raises:
-            WorkerError: it ended.
-        """
-        self.begin_rest()
-        return self.rested()
-
-    def begin_rest(self) -> None:
-        """Have vLLM free its card."""
+    def begin_sleep(self) -> None:
+        """Have vLLM free its card. What runs goes on after `weights_changed`."""
         self._link.send(Sleep())
 
-    def rested(self) -> list[Reply]:
+    def wait_asleep(self) -> list[Reply]:
         """Wait until it has.
 
         Raises:
@@ -252,7 +243,7 @@ def start_vllm(
         max_running=config.max_running,
         kv_bytes=cache.num_bytes,
         is_eager=config.vllm_eager is not False,
-        can_sleep=bool(config.vllm_sleeps),
+        can_sleep=bool(config.vllm_sleep_mode),
     )
     links = reach(size)
     hand_out = HandOut(policy, torch_dtype, places, links)

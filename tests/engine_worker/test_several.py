@@ -35,12 +35,12 @@ class Embedded(SlotSampler):
             raise WorkerError(self.loss, "start anew")
         return self.weights_changed(self.handed_out)
 
-    def begin_rest(self) -> None:
-        self._log.append("lies down")
+    def begin_sleep(self) -> None:
+        self._log.append("told to sleep")
 
-    def rested(self) -> list[Reply]:
+    def wait_asleep(self) -> list[Reply]:
         """Finishes what runs, so that there is something to report."""
-        self._log.append("rests")
+        self._log.append("sleeps")
         if self.loss:
             raise WorkerError(self.loss, "start anew")
         replies: list[Reply] = []
@@ -145,10 +145,11 @@ def test_all_are_handed_the_weights_before_one_is_waited_for(several: Several) -
     assert sum(isinstance(reply, Finished) for reply in replies) == 2
 
 
-def test_all_rest_and_what_they_say_before_is_told(several: Several) -> None:
+def test_all_are_told_to_sleep_before_one_is_waited_for_and_what_they_say_before_is_told(several: Several) -> None:
     names = {several.ask(prompt_of(1)), several.ask(prompt_of(2))}
-    replies = several.pool.rest()
-    assert several.log == ["lies down", "lies down", "rests", "rests"]
+    several.pool.begin_sleep()
+    replies = several.pool.wait_asleep()
+    assert several.log == ["told to sleep", "told to sleep", "sleeps", "sleeps"]
     assert {reply.request_id for reply in replies if isinstance(reply, Finished)} == names
     several.ask(prompt_of(1))
     assert several.finish().keys() - names, "what has ended is forgotten, and the next one runs"
@@ -201,4 +202,4 @@ def test_the_loss_of_one_is_told_with_its_place_and_reason(several: Several) -> 
     with pytest.raises(WorkerError, match=r"^sampler 2 of 2: it was killed; start anew$"):
         several.pool.weights_changed(1)
     with pytest.raises(WorkerError, match=r"^sampler 2 of 2: it was killed; start anew$"):
-        several.pool.rest()
+        several.pool.wait_asleep()

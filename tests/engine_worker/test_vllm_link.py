@@ -270,11 +270,12 @@ def test_a_worker_serves_and_trains_with_it(home: Path, tmp_path: Path) -> None:
 def test_what_sleeps_frees_its_memory_takes_requests_and_goes_on_with_the_weights_that_wake_it(
     home: Path, tiny: LoadedPolicy
 ) -> None:
-    driven = Driven(tiny, CONFIG.model_copy(update={"vllm_sleeps": True}))
+    driven = Driven(tiny, CONFIG.model_copy(update={"vllm_sleep_mode": True}))
     assert json.loads((home / "load_model.json").read_text())["can_sleep"] is True
     driven.sampler.submit(ask("a", 40))
     before = driven.until(lambda replies: len(replies) > 0)
-    before += driven.sampler.rest()
+    driven.sampler.begin_sleep()
+    before += driven.sampler.wait_asleep()
     assert (home / "slept").read_text() == "z", "before the trainer begins"
     assert driven.sampler.submit(ask("b", 3)) == []
     with torch.no_grad():
@@ -298,7 +299,7 @@ def test_a_worker_lets_all_of_its_policies_sleep_while_it_trains_one(
         build_tiny_model(tmp_path / "models" / name)
     config = {
         **VLLM,
-        "sampler": {**VLLM["sampler"], "vllm_sleeps": sleeps},
+        "sampler": {**VLLM["sampler"], "vllm_sleep_mode": sleeps},
         "policies": {"policy": {"model": "tiny"}, "rival": {"model": "rival", "trainable": False}},
     }
     engine = Engine.boot(Boot(config, str(tmp_path / "models"), str(tmp_path / "checkpoints"), "run"))
@@ -430,10 +431,10 @@ def test_a_killed_process_fails_the_worker_and_a_killed_worker_leaves_none(home:
             {"sampler": {"vllm_dtype": "bfloat16", "backend": "scripted"}},
             "sampler.vllm_dtype is bfloat16, but backend scripted does not read it",
         ),
-        ({"sampler": {"vllm_sleeps": True}}, "sampler.vllm_sleeps is True, but backend torch does not read it"),
+        ({"sampler": {"vllm_sleep_mode": True}}, "sampler.vllm_sleep_mode is True, but backend torch does not read it"),
         (
-            {"sampler": {"backend": "vllm", "vllm_sleeps": True}, "trainer": {"max_staleness": 1}},
-            "sampler.vllm_sleeps is true and trainer.max_staleness is 1, but nobody samples",
+            {"sampler": {"backend": "vllm", "vllm_sleep_mode": True}, "trainer": {"max_staleness": 1}},
+            "sampler.vllm_sleep_mode is true and trainer.max_staleness is 1, but who sleeps can't",
         ),
         ({"lockstep": True, **VLLM}, "lockstep is true, but vLLM computes calls together"),
     ],

@@ -46,7 +46,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
 
 @pytest.fixture(scope="module")
 def vllm(policy: LoadedPolicy) -> Iterator[Driven]:
-    config = SamplerConfig(backend=SamplerBackend.VLLM, max_running=MAX_RUNNING, vllm_sleeps=True)
+    config = SamplerConfig(backend=SamplerBackend.VLLM, max_running=MAX_RUNNING, vllm_sleep_mode=True)
     driven = Driven(policy, config)
     yield driven
     driven.sampler.close()
@@ -247,7 +247,8 @@ def test_an_update_reaches_replies_that_run_and_prompts_that_were_cached(
     vllm.sampler.submit(endless("whole", 2, 60, is_streamed=False))
     replies = vllm.until(lambda some: len(some) >= 5)
     if sleeps:
-        replies += vllm.sampler.rest()
+        vllm.sampler.begin_sleep()
+        replies += vllm.sampler.wait_asleep()
         vllm.sampler.submit(endless("queued", 3, 5))
         vllm.sampler.submit(endless("given up", 4, 5))
         vllm.sampler.cancel("given up")
