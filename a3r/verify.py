@@ -89,6 +89,9 @@ def _numbers(bundle: Bundle, rows: dict[str, models.Estimate]) -> Result:
 
 def _differences(draft: Draft, row: models.Estimate) -> list[str]:
     low, high = draft.ci or (None, None)
+    if draft.ci and draft.n_seeds > 1 and math.inf in draft.ci and row.ci_lo == row.ci_hi == row.value:
+        # Runs that all agree: an earlier version put an interval of no width on record, this one puts none.
+        low, high = row.ci_lo, row.ci_hi
     pairs: dict[str, tuple[object, object]] = {
         "estimand": (draft.estimand, row.estimand),
         "method": (draft.method, row.method),

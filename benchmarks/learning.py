@@ -156,7 +156,8 @@ def promises(rows: Sequence[Row], games: Sequence[str]) -> Iterator[tuple[bool, 
             after = found[case, "after, temperature 1"]
             rise = after.value - before.value
             yield rise >= MIN_RISE, f"{case}: rises by {rise:.3f}, at least {MIN_RISE}"
-            apart = (before.ci_high or 0) < (after.ci_low or 0)
+            high, low = before.ci_high, after.ci_low
+            apart = high is not None and low is not None and high < low
             yield apart, f"{case}: intervals before and after do not overlap"
             seconds = found[case, "wall time"].value
             yield seconds <= MAX_WALL_S, f"{case}: {seconds:.0f} s, at most {MAX_WALL_S:.0f} s"

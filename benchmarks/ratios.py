@@ -25,4 +25,6 @@ def ratio_of_medians(those: Sequence[float], these: Sequence[float]) -> Interval
     drawn = np.random.default_rng(0).integers(num, size=(NUM_DRAWS, num))
     medians_D_2 = np.median(pairs_R_2[drawn], axis=1)
     low, high = np.quantile(medians_D_2[:, 0] / medians_D_2[:, 1], (0.025, 0.975))
+    if low == high:  # repetitions that all agree
+        return Interval(ratio, None, None, num)
     return Interval(ratio, float(low), float(high), num)

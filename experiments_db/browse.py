@@ -220,11 +220,11 @@ def number(value: float | None) -> str:
 
 
 def interval(value: Interval | None) -> str:
-    """A mean with its interval: `0.531 [0.498, 0.564]`; one value alone has none."""
+    """A mean with its interval: `0.531 [0.498, 0.564]`; one value alone has none, nor have several that all agree."""
     if value is None:
         return NOTHING
     if value.low is None or value.high is None:
-        return f"{number(value.mean)} [n=1]"
+        return f"{number(value.mean)} [n={value.n}{', alike' if value.n > 1 else ''}]"
     return f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
 
 

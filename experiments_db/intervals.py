@@ -22,7 +22,7 @@ class Interval:
 
     mean: float
     low: float | None
-    """None where one value alone says nothing about the spread."""
+    """None where the values say nothing about the spread: one alone, or several that all agree."""
     high: float | None
     n: int
     """Independent values behind it."""
@@ -59,8 +59,8 @@ def half_width(se: float, df: float, level: float = LEVEL) -> float:
 def t_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
     """Mean and Student's t-interval of independent values; None where there is no value.
 
-    Values that all agree give an interval of no width: it tells of their spread, not of what was never seen. It may
-    reach beyond values that are possible at all; where these have bounds, see `likelihood_interval`.
+    Values that all agree give none: their spread of zero would tell of what was never seen. It may reach beyond values
+    that are possible at all; where these have bounds, see `likelihood_interval`.
 
     Args:
         values: one per independent unit, finite.
@@ -71,27 +71,42 @@ def t_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None
     n = len(values)
     mean = math.fsum(values) / n
     se = standard_error(values)
-    if se is None:
+    if not se:
         return Interval(mean, None, None, n)
     half = half_width(se, n - 1, level)
     return Interval(mean, mean - half, mean + half, n)
 
 
-def likelihood_interval(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+def likelihood_interval(
+    values: Sequence[float], level: float = LEVEL, *, bounds: tuple[float, float] | None = None
+) -> Interval | None:
     """Mean and empirical-likelihood interval of independent values that have bounds, such as rewards of games.
 
     It never reaches beyond the values seen, so never beyond a bound, and is lopsided near one; of zeros and ones it is
     the binomial likelihood-ratio interval. Calibrated by Student's t as `t_interval` is. Of a handful of values it
-    is too narrow, for it knows no bound that was not seen. Values that all agree give an interval of no width here too.
+    is too narrow, for it knows no bound that was not seen.
+
+    Values that all agree show no spread, but a share of others that n of them leave room for: that of Clopper and
+    Pearson, up to 1 - ((1 - level) / 2)^(1 / n). The interval is where the mean is if so many lie at a bound. Without
+    bounds there is none.
 
     Args:
         values: one per independent unit, finite.
         level: coverage, in (0, 1).
-    Source: Owen 1988, doi:10.1093/biomet/75.2.237.
+        bounds: least and greatest value that is possible, where known.
+    Source: Owen 1988, doi:10.1093/biomet/75.2.237; Clopper and Pearson 1934, doi:10.1093/biomet/26.4.404.
     """
     found = t_interval(values, level)
-    if found is None or found.low is None or found.low == found.high:
-        return found
+    if found is None:
+        return None
+    if found.low is None:
+        if bounds is None:
+            return found
+        share = 1 - ((1 - level) / 2) ** (1 / found.n)
+        low, high = min(bounds[0], found.mean), max(bounds[1], found.mean)
+        return Interval(
+            found.mean, found.mean - share * (found.mean - low), found.mean + share * (high - found.mean), found.n
+        )
     # From the mean on: values that hardly differ would lose their differences to rounding.
     counts = Counter(value - found.mean for value in values)
     limit = half_width(1.0, len(values) - 1, level) ** 2

@@ -20,7 +20,7 @@ class Comparison:
 
     value: float
     se: float | None
-    """Standard error; None where one value alone says nothing about the spread."""
+    """Standard error; None where one value alone says nothing about the spread, 0 where all values agree."""
     df: float
     """Degrees of freedom; 0 where there is no standard error."""
     n: int
@@ -32,12 +32,12 @@ class Comparison:
         return self.se is not None and self.se > 0 and math.isfinite(self.value)
 
     def interval(self, level: float = LEVEL) -> tuple[float, float]:
-        """Ends of the two-sided interval; infinite where there is no standard error.
+        """Ends of the two-sided interval; infinite where there is no spread to judge by.
 
         Args:
             level: coverage, in (0, 1).
         """
-        if self.se is None:
+        if not self.se:
             return (-math.inf, math.inf)
         half = half_width(self.se, self.df, level)
         return (self.value - half, self.value + half)

@@ -27,6 +27,7 @@ class Spread:
     low: float
     """Lower end of its interval by chi-squared; with few seeds the interval is wide, and says so."""
     high: float
+    """Infinite where all values agree, which normal theory has nothing to say of."""
     n: int
 
 
@@ -43,7 +44,7 @@ def spread(values: Sequence[float], level: float = LEVEL) -> Spread:
     df = len(values) - 1
     sd = float(np.std(values, ddof=1))
     low = sd * math.sqrt(df / float(chdtri(df, (1 - level) / 2)))
-    high = sd * math.sqrt(df / float(chdtri(df, (1 + level) / 2)))
+    high = sd * math.sqrt(df / float(chdtri(df, (1 + level) / 2))) if sd else math.inf
     return Spread(sd, low, high, len(values))
 
 

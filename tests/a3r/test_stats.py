@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as reference
 
+from a3r.estimates import Draft
 from a3r.stats import (
     Curve,
     Reached,
@@ -26,6 +27,8 @@ from a3r.stats import (
     welch_t,
     with_worst,
 )
+from a3r.verify import _differences
+from experiments_db.models import Estimate
 
 rewards = st.floats(-1, 1, allow_nan=False)
 
@@ -91,6 +94,28 @@ def test_equal_values_say_nothing_about_the_spread():
     assert not compared.is_informative
     assert compared.p_value() == 1.0
     assert compared.p_equivalent(0.5) == 1.0
+    assert compared.interval() == (-math.inf, math.inf)
+    known = spread([0.3, 0.3, 0.3])
+    assert (known.sd, known.low, known.high) == (0.0, 0.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("n", "stored", "is_right"),
+    [
+        (3, (0.5, 0.5), True),  # as earlier versions stored it
+        (3, (None, None), True),
+        (3, (0.4, 0.6), False),
+        (1, (0.5, 0.5), False),
+        (1, (None, None), True),
+    ],
+)
+def test_an_interval_of_no_width_on_record_verifies_where_all_runs_agree_and_nowhere_else(n, stored, is_right):
+    mean = mean_of([0.5] * n)
+    said = {"key": "arm", "estimand": "mean", "method": "t_interval", "unit": "reward", "inputs_sha": "0", "n_seeds": n}
+    draft = Draft(**said, value=mean.value, ci=mean.interval(), se_seed=mean.se)
+    columns = {"n_items": 0, "level": 0.95, "params": {}, "value": 0.5, "se_seed": mean.se}
+    row = Estimate(**said, **columns, ci_lo=stored[0], ci_hi=stored[1])
+    assert (_differences(draft, row) == []) is is_right
 
 
 def test_equivalence_by_hand():

@@ -195,6 +195,7 @@ def test_numbers_are_short(value: float | None, text: str) -> None:
 def test_intervals_say_when_there_is_none() -> None:
     assert interval(Interval(0.5, 0.25, 0.75, 9)) == "0.500 [0.250, 0.750]"
     assert interval(Interval(0.5, None, None, 1)) == "0.500 [n=1]"
+    assert interval(Interval(0.5, None, None, 3)) == "0.500 [n=3, alike]"
     assert interval(None) == "–"
 
 

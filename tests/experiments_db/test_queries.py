@@ -114,7 +114,7 @@ def test_the_t_interval_is_that_of_the_tables() -> None:
 def test_one_value_has_no_interval_and_none_has_no_mean(interval: Callable[[list[float]], Interval | None]) -> None:
     assert interval([0.25]) == Interval(0.25, None, None, 1)
     assert interval([]) is None
-    assert interval([1.0, 1.0]) == Interval(1.0, 1.0, 1.0, 2)
+    assert interval([1.0, 1.0]) == Interval(1.0, None, None, 2), "two that agree say no more about the spread"
 
 
 def test_the_interval_of_wins_is_that_of_the_binomial_likelihood() -> None:
@@ -129,7 +129,51 @@ def test_the_interval_of_wins_is_that_of_the_binomial_likelihood() -> None:
         assert lost == pytest.approx(1.976013**2, abs=1e-4)
 
 
-@given(st.lists(st.sampled_from([-0.5, 0.0, 0.3, 0.5, 1.0]), min_size=2, max_size=40))
+@pytest.mark.parametrize(
+    ("games", "low"),
+    # Of n games none was another: by Clopper and Pearson up to 1 - 0.025^(1/n) are, each -0.5 at the least.
+    [(1, 1 - 1.5 * 0.975), (2, 1 - 1.5 * 0.841886), (10, 1 - 1.5 * 0.308497), (150, 1 - 1.5 * 0.0242926)],
+)
+def test_games_that_all_pay_the_best_say_what_that_many_can_show(games: int, low: float) -> None:
+    found = likelihood_interval([1.0] * games, bounds=(-0.5, 1.0))
+    assert found is not None
+    assert found.low == pytest.approx(low, abs=2e-6)
+    assert (found.mean, found.high, found.n) == (1.0, 1.0, games)
+    zero = likelihood_interval([0.0] * games, bounds=(-1.0, 1.0))
+    assert zero is not None
+    assert zero.low == pytest.approx((low - 1) / 1.5, abs=2e-6)
+    assert zero.high == pytest.approx((1 - low) / 1.5, abs=2e-6)
+
+
+@given(st.lists(st.sampled_from([-0.5, 0.0, 0.1, 0.3, 0.5, 1.0]), min_size=1, max_size=40), st.integers(2, 5))
+def test_an_interval_within_bounds_has_a_width_holds_the_mean_and_shrinks_with_more(
+    rewards: list[float], times: int
+) -> None:
+    one, more = (likelihood_interval(each, bounds=(-0.5, 1.0)) for each in (rewards, rewards * times))
+    assert one is not None
+    assert more is not None
+    for found in (one, more):
+        assert found.low is not None
+        assert found.high is not None
+        assert -0.5 <= found.low < found.high <= 1.0
+        assert found.low - 1e-12 <= found.mean <= found.high + 1e-12
+    assert (more.high or 0) - (more.low or 0) < (one.high or 0) - (one.low or 0)
+
+
+@pytest.mark.parametrize("games", [10, 50])
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.99])
+def test_an_interval_within_bounds_holds_the_truth_about_as_often_as_it_says(p: float, games: int) -> None:
+    rng, held = random.Random(0), 0
+    for _ in range(400):
+        found = likelihood_interval([float(rng.random() < p) for _ in range(games)], bounds=(0.0, 1.0))
+        assert found is not None
+        held += (found.low or 0) <= p <= (found.high or 0)
+    assert held / 400 >= 0.92
+
+
+@given(
+    st.lists(st.sampled_from([-0.5, 0.0, 0.3, 0.5, 1.0]), min_size=2, max_size=40).filter(lambda own: len(set(own)) > 1)
+)
 def test_an_interval_of_rewards_lies_within_them_and_holds_their_mean(rewards: list[float]) -> None:
     found = likelihood_interval(rewards)
     assert found is not None
@@ -139,7 +183,7 @@ def test_an_interval_of_rewards_lies_within_them_and_holds_their_mean(rewards: l
     assert found.mean - 1e-12 <= found.high <= max(rewards)
 
 
-@given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=2, max_size=30))
+@given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=2, max_size=30).filter(lambda own: len(set(own)) > 1))
 def test_an_interval_of_mirrored_rewards_is_the_mirrored_interval(rewards: list[float]) -> None:
     one, other = likelihood_interval(rewards), likelihood_interval([1 - reward for reward in rewards])
     assert one is not None
@@ -547,7 +591,7 @@ def test_a_comparison_says_what_differs_and_counts_failed_runs(database: Databas
     assert (sixteen.arm, sixteen.num_runs, sixteen.num_failed) == ("group_size=16", 2, 1)
     assert sixteen.rise == Interval(0.25, None, None, 1)
     assert (eight.arm, eight.num_runs, eight.num_failed) == ("group_size=8", 2, 0)
-    assert eight.rise == Interval(0.5, 0.5, 0.5, 2)
+    assert eight.rise == Interval(0.5, None, None, 2)
     assert eight.after == t_interval([0.625, 0.625])
 
 
