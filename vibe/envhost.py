@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -131,6 +132,8 @@ class Host:
             RequestError: it asks for something that is not there.
         """
         name, op = request.get("env"), request.get("op")
+        if op == "about":
+            return self._about()
         if not isinstance(name, str):
             raise RequestError("bad_request", f"env is {name!r}, it must be a string")
         if op == "reset":
@@ -150,14 +153,32 @@ class Host:
             case "close":
                 del self.games[name]
                 return {}
-        raise RequestError("bad_request", f"op is {op!r}, known are reset, legal, step, suggest, snapshot, close")
+        raise RequestError(
+            "bad_request", f"op is {op!r}, known are about, reset, legal, step, suggest, snapshot, close"
+        )
 
-    def _reset(self, name: str, request: dict[str, Any]) -> Any:
+    def _game(self) -> Any:
+        """The project's class; its code is loaded once."""
         if self.make is None:
             self.make = load(self.project)
+        return self.make
+
+    def _about(self) -> dict[str, Any]:
+        """What the game says of itself; None where it says nothing."""
+        self._game()
+        has_rewards = importlib.util.find_spec("game.rewards") is not None
+        rewards = importlib.import_module("game.rewards") if has_rewards else None
+        return {
+            "lowest": getattr(rewards, "LOWEST", None),
+            "highest": getattr(rewards, "HIGHEST", None),
+            "max_turns": getattr(sys.modules["game.env"], "MAX_TURNS", None),
+        }
+
+    def _reset(self, name: str, request: dict[str, Any]) -> Any:
+        make = self._game()
         if name not in self.games:
             try:
-                self.games[name] = self.make(**request["rules"])
+                self.games[name] = make(**request["rules"])
             except (TypeError, ValueError) as error:
                 raise RequestError("bad_rules", str(error)) from error
         return self.games[name].reset(request["seed"])
@@ -166,18 +187,43 @@ class Host:
 def respond(host: Host, line: bytes) -> bytes:
     """One line of reply to one line of request, without the newline."""
     request: Any = None
+    op = "the request"
     try:
         request = json.loads(line)
+        op = f"{request.get('op')}()"
         ok = host.answer(request)
-        reply = json.dumps({"id": request.get("id"), "ok": ok}, allow_nan=False).encode()
-        if len(reply) > MAX_REPLY_BYTES:
-            raise RequestError("too_large", f"the reply has {len(reply)} bytes, the limit is {MAX_REPLY_BYTES}")
-        return reply
     except RequestError as error:
-        fault = {"code": error.code, "message": str(error)[:MAX_MESSAGE]}
-    except Exception:  # noqa: BLE001  a game is somebody else's code: whatever it raises is its reply, with its place
-        fault = {"code": "game_error", "message": traceback.format_exc(limit=-3)[-MAX_MESSAGE:]}
-    return json.dumps({"id": request.get("id") if isinstance(request, dict) else None, "error": fault}).encode()
+        return refusal(request, error.code, str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  a game is somebody else's code: what it raises is a reply
+        return refusal(request, "game_error", f"{op} raised {in_words(error, host.project)}")
+    try:
+        # NaN is for the parent to name: it knows whose reward it is.
+        reply = json.dumps({"id": request.get("id"), "ok": ok}).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return refusal(request, "not_json", f"what {op} gave can't be written as JSON: {error}")
+    if len(reply) > MAX_REPLY_BYTES:
+        return refusal(
+            request, "too_large", f"what {op} gave has {len(reply)} bytes as JSON, the limit is {MAX_REPLY_BYTES}"
+        )
+    return reply
+
+
+def refusal(request: Any, code: str, message: str) -> bytes:
+    """The reply to a request that can't be answered."""
+    number = request.get("id") if isinstance(request, dict) else None
+    return json.dumps({"id": number, "error": {"code": code, "message": message[:MAX_MESSAGE]}}).encode()
+
+
+def in_words(error: BaseException, project: str) -> str:
+    """What was raised and where in the project: `KeyError: 'nothing' (env.py, line 74, in fail)`."""
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    what = " ".join(line.strip() for line in lines)
+    root = os.path.realpath(project)
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        path = os.path.realpath(frame.f_code.co_filename)
+        if path.startswith(root + os.sep):
+            return f"{what} ({os.path.relpath(path, root)}, line {line}, in {frame.f_code.co_name})"
+    return what
 
 
 def serve(host: Host, requests: BinaryIO, replies: BinaryIO, cpu_seconds: int) -> None:

@@ -22,8 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vibe.errors import UsageError, VibeError
+from vibe import turns
+from vibe.errors import EditedError, EnvError, UsageError
+from vibe.project import code_of
 from vibe.spec import RuleValue
+from vibe.turns import About
 
 HOST = Path(__file__).with_name("envhost.py")
 MAX_LINE_BYTES = 1 << 21
@@ -32,10 +35,6 @@ KEPT_STDERR_BYTES = 4000
 """The end of what the game printed, for the error message."""
 MAX_STDERR_BYTES = 10_000_000
 """A game that prints more than this is ended."""
-
-
-class EnvError(VibeError):
-    """The game's own code failed; the message says where."""
 
 
 class EnvTimeoutError(EnvError):
@@ -85,10 +84,25 @@ class EnvHost:
     Use as `async with EnvHost(project, rules) as host: env = host.env()`.
     """
 
-    def __init__(self, project: Path, rules: Mapping[str, RuleValue], limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        project: Path,
+        rules: Mapping[str, RuleValue],
+        limits: Limits | None = None,
+        *,
+        code: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            code: what `code_of` said of the project when the run began. A process that is started later, in the place
+                of one that died, would load what was edited since. None takes whatever is there.
+        """
         self._project = Path(project).resolve()
         self._rules = dict(rules)
         self._limits = limits or Limits()
+        self._code = code
+        self._about: About | None = None
         self._names = itertools.count(1)
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
@@ -115,12 +129,29 @@ class EnvHost:
         """Process id of the child; None before the first request and after a crash."""
         return self._child.pid if self._child and self._child.is_alive else None
 
+    async def about(self) -> About:
+        """What the game says of itself.
+
+        Raises:
+            EnvError: its code can't be loaded, or says what makes no sense.
+        """
+        if self._about is None:
+            child = await self.child()
+            self._about = turns.check_about(await child.ask({"op": "about"}))
+        return self._about
+
     async def child(self) -> _Child:
-        """The child that runs now; a new one where there is none."""
+        """The child that runs now; a new one where there is none.
+
+        Raises:
+            EditedError: the project's code is no longer what it was.
+        """
         if self._child is None or not self._child.is_alive:
             async with self._starting:
                 if self._child is None or not self._child.is_alive:
                     assert self._scratch, "use it in `async with`"
+                    if self._code is not None:
+                        refuse_if_edited(self._code, code_of(self._project), f"the run that plays in {self._project}")
                     if self._child is not None:
                         await self._child.end(EnvCrashedError("another process takes over"))
                     self._child = await _Child.start(self._project, self._limits, self._scratch.name)
@@ -133,44 +164,54 @@ class EnvHost:
 
 
 class Env:
-    """One game at a time; `reset` starts the next. A dict with `rewards` ends it, any other asks a seat to move."""
+    """One game at a time; `reset` starts the next. A dict with `rewards` ends it, any other asks a seat to move.
+
+    Whatever the game answers is checked: see `vibe.turns`.
+    """
 
     def __init__(self, host: EnvHost, name: str) -> None:
         self._host = host
         self._name = name
         self._child: _Child | None = None
         """The child that knows this game's state."""
+        self._about = About()
+        self._agents: set[str] = set()
+        """Those that this game has asked."""
+        self._num_turns = 0
+        """Replies that it has asked for."""
 
     async def reset(self, seed: int) -> dict[str, Any]:
         """Start the game of a seed.
 
         Raises:
             RulesError: the game refuses its rules.
-            EnvError: its code failed, took too long or died.
+            EnvError: its code failed, took too long or died, or its answer is none.
         """
+        self._about = await self._host.about()
         self._child = await self._host.child()
-        reply: dict[str, Any] = await self._ask("reset", seed=seed, rules=self._host.rules)
-        return reply
+        self._agents.clear()
+        self._num_turns = 0
+        return self._checked("reset", await self._ask("reset", seed=seed, rules=self._host.rules))
 
     async def step(self, text: str) -> dict[str, Any]:
-        """Play the reply of the seat to move, as the policy gave it."""
-        reply: dict[str, Any] = await self._ask("step", text=text)
-        return reply
+        """Play the reply of the seat to move, as the policy gave it.
+
+        Raises:
+            EnvError: as for `reset`; or the game has asked for more replies than it may.
+        """
+        return self._checked("step", await self._ask("step", text=text))
 
     async def legal(self) -> list[str]:
         """The replies allowed to the seat to move."""
-        reply: list[str] = await self._ask("legal")
-        return reply
+        return turns.check_legal(await self._ask("legal"))
 
     async def suggest(self, player: str) -> str:
         """What a scripted player would answer here."""
-        reply: str = await self._ask("suggest", player=player)
-        return reply
+        return turns.check_suggested(player, await self._ask("suggest", player=player))
 
     async def snapshot(self) -> dict[str, Any]:
         """The whole state, secrets included."""
-        reply: dict[str, Any] = await self._ask("snapshot")
-        return reply
+        return turns.check_snapshot(await self._ask("snapshot"))
 
     async def close(self) -> None:
         """Forget the game."""
@@ -178,10 +219,35 @@ class Env:
             await self._ask("close")
         self._child = None
 
+    def _checked(self, op: str, reply: object) -> dict[str, Any]:
+        turn = turns.check_turn(op, reply, self._about, sorted(self._agents))
+        if "rewards" not in turn:
+            if self._num_turns == self._about.max_turns:
+                raise turns.too_long(self._about)
+            self._num_turns += 1
+            self._agents.add(turn["agent"])
+        return turn
+
     async def _ask(self, op: str, **arguments: Any) -> Any:
         if self._child is None:
             raise EnvError("this game has not begun; call reset first")
         return await self._child.ask({"op": op, "env": self._name, **arguments})
+
+
+def refuse_if_edited(then: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
+    """See that a project's code is what it was.
+
+    Args:
+        then, now: what `code_of` said of it.
+        what: the run that began with the code of then, for the message.
+    Raises:
+        EditedError: a file differs, is new or is gone.
+    """
+    if changed := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
+        raise EditedError(
+            f"{', '.join(changed)} changed since {what} was begun: rewards of two games would mix in one record; put "
+            "it back as it was to go on, or start the edited project in a folder of its own: --run-dir"
+        )
 
 
 class _Child:
@@ -281,7 +347,7 @@ class _Child:
                 self._watch()
                 if not future.done():  # its caller may have gone away
                     self._settle(future, reply)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             self._fail(EnvCrashedError(f"the game's process broke the protocol ({error}){self._said()}"))
             return
         code = await self._process.wait()
@@ -293,8 +359,10 @@ class _Child:
             future.set_result(reply["ok"])
             return
         code, message = reply["error"]["code"], reply["error"]["message"]
-        kind = RulesError if code == "bad_rules" else EnvError
-        future.set_exception(kind(message if code == "bad_rules" else f"{code}: {message}"))
+        if code == "bad_rules":
+            future.set_exception(RulesError(message))
+        else:
+            future.set_exception(turns.fault(message))
 
     async def _keep_stderr(self) -> None:
         """Keep the end of what the game prints."""

@@ -40,8 +40,16 @@ class TooSmallError(VibeError):
     exit_code = 3
 
 
+class EnvError(VibeError):
+    """The game's own code is at fault; the message says where."""
+
+
+class EditedError(UsageError):
+    """The code of a project is no longer what its run was begun with."""
+
+
 class GameError(VibeError):
-    """The games end without anybody being judged."""
+    """The games end without anybody being judged, or pay the same whatever is played."""
 
 
 class SwarmFailedError(VibeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from vibe.spec import Frozen, GameSpec, RuleValue
 SPEC_FILE = "spec.json"
 RESULTS_FILE = "results.json"
 """In a run's folder, once the run is over."""
+TRAIN_FILE = "train.py"
 POLICY = "policy"
 """Name of the one policy that a project trains."""
 
@@ -98,6 +100,23 @@ class ProjectSpec(GameSpec):
             return type(self).model_validate(data)
         except ValidationError as error:
             raise UsageError(f"--set: {first_problem(error)}") from error
+
+
+def code_of(project: Path) -> dict[str, str]:
+    """SHA-256 of every file that a project's games, rewards and calls are made of, by its path there.
+
+    Its Python files, those of packages in it too. Not train.py, which says when to measure, nor what env.py may read as
+    data.
+    """
+    found: dict[str, str] = {}
+    folders = [project]
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and (path / "__init__.py").is_file():
+                folders.append(path)
+            elif path.suffix == ".py" and path != project / TRAIN_FILE and path.is_file():
+                found[path.relative_to(project).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 def project_for(game: GameSpec, *, config: EngineConfig | None = None, training: Training | None = None) -> ProjectSpec:

@@ -53,6 +53,10 @@ class Record:
                 return event
         return None
 
+    def last(self, field: str) -> Any:
+        """The value of the last event that has this field, or None."""
+        return next((event[field] for event in reversed(self._events) if field in event), None)
+
     def all(self, kind: str) -> list[Event]:
         """Every event of a kind, in order."""
         return [event for event in self._events if event["event"] == kind]
@@ -97,6 +101,11 @@ def in_words(event: Event) -> str:
             )
         case "phase" | "warmup":
             return str(event["text"])
+        case "environment":
+            return (
+                f"{event['num_games']} games without a policy end after {event['most_turns']} replies at most and pay "
+                f"from {event['lowest']:g} to {event['highest']:g}"
+            )
         case "variance":
             return f"different rewards in {event['share']:.0%} of {event['n_groups']} groups"
         case "step":
@@ -110,9 +119,11 @@ def in_words(event: Event) -> str:
             return f"{event['player']} play: {with_interval(event)} over {event['n_groups']} games"
         case "evaluation":
             how = "greedy" if event["temperature"] == 0 else f"temperature {event['temperature']:g}"
+            lost = event.get("n_lost")
+            rest = f", {lost} more were lost" if lost else ""
             return (
                 f"{event['label']} (step {event['step']}), {how}: {with_interval(event)} "
-                f"over {event['n_groups']} held-out games"
+                f"over {event['n_groups']} held-out games{rest}"
             )
         case "result":
             return f"done in {event['seconds']:.0f} s; {event['path']}"
@@ -122,9 +133,12 @@ def in_words(event: Event) -> str:
 
 
 def with_interval(event: Event) -> str:
-    """The mean of an evaluation or a level with its interval."""
+    """The mean of an evaluation or a level with its interval, or why it has none."""
     low, high = event["ci"]
-    return f"{event['mean']:.3f} [{_number(low).strip()}, {_number(high).strip()}]"
+    if low is None or high is None:
+        num = event["n_groups"]
+        return f"{event['mean']:.3f} (no interval: {'one game' if num == 1 else f'{num} games, all alike'})"
+    return f"{event['mean']:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def _number(value: float | None) -> str:

@@ -30,9 +30,10 @@ from swarm_engine.config import EngineConfig, PolicyConfig
 from swarm_engine.types import Mode, Outcome
 from vibe import library, seeds, warmup
 from vibe.control import Shuffled
+from vibe.dry_play import DryPlay, dry_play
 from vibe.embedded import Swarm, embedded_swarm
-from vibe.envs import Env, EnvCrashedError, EnvHost, EnvTimeoutError
-from vibe.errors import INTERRUPTED, GameError, StoppedError, TooSmallError, UsageError, VibeError
+from vibe.envs import Env, EnvHost, RulesError, refuse_if_edited
+from vibe.errors import INTERRUPTED, EnvError, GameError, StoppedError, TooSmallError, UsageError, VibeError
 from vibe.judging import (
     MIN_SHARE_WITH_VARIANCE,
     NUM_PROBE_GROUPS,
@@ -43,7 +44,7 @@ from vibe.judging import (
     share_with_variance,
 )
 from vibe.live import LiveSwarm
-from vibe.project import POLICY, RESULTS_FILE, ProjectSpec, parse_changes
+from vibe.project import POLICY, RESULTS_FILE, ProjectSpec, code_of, parse_changes
 from vibe.record import Record
 from vibe.run_folder import locked
 
@@ -137,6 +138,9 @@ class Run:
         self._live: LiveSwarm | None = None
         self._host: EnvHost | None = None
         self._rollout: Rollout | None = None
+        self._dry: DryPlay | None = None
+        self._last_fault = ""
+        """What the environment did wrong last, for the message where it goes on doing so."""
         self._started = time.monotonic()
 
     @property
@@ -216,9 +220,24 @@ class Run:
 
     @contextlib.asynccontextmanager
     async def games(self, rollout: Rollout) -> AsyncIterator[EnvHost]:
-        """The process that plays the games, and the function that takes the policy through one."""
-        async with EnvHost(self.settings.project, self.spec.rules) as host:
+        """The process that plays the games, and the function that takes the policy through one.
+
+        Raises:
+            EnvError: the environment is at fault; some dry games show it before anything is trained.
+            EditedError: the code was edited since the run began.
+        """
+        code = self.record.last("code")
+        async with EnvHost(self.settings.project, self.spec.rules, code=code) as host:
             self._host, self._rollout = host, rollout
+            self._dry = dry = await dry_play(host)
+            self.record.emit(
+                "environment",
+                num_games=dry.num_games,
+                most_turns=dry.most_turns,
+                lowest=dry.lowest,
+                highest=dry.highest,
+                bounds=dry.about.bounds,
+            )
             yield host
 
     async def measure_scripted_levels(self) -> None:
@@ -230,7 +249,7 @@ class Run:
             games = map(seeds.held_out_seed, range(self.spec.training.eval_games))
             rewards = await scripted_rewards(env, player, games)
             await env.close()
-            interval = likelihood_interval(rewards)
+            interval = likelihood_interval(rewards, bounds=self._bounds)
             assert interval, "an evaluation has at least two games"
             ends = [interval.low, interval.high]
             self.record.emit("level", player=player, mean=interval.mean, ci=ends, n_groups=interval.n)
@@ -240,6 +259,7 @@ class Run:
 
         Raises:
             TooSmallError: too few groups have any.
+            GameError: none has any, and other play is paid alike too; or all these games were lost.
         """
         group_size = self.spec.config.trainer.group_size
         event = self.record.find("variance")
@@ -248,8 +268,19 @@ class Run:
                 Task(f"probe-{i}", {"seed": seeds.train_seed(self.seed, "probe", i)}) for i in range(NUM_PROBE_GROUPS)
             ]
             results = await self.live.play(games, self._play(temperature=1), mode=Mode.DEBUG, group_size=group_size)
-            share = share_with_variance(by_agent(results))
+            groups = by_agent(results)
+            if not groups:
+                raise GameError(
+                    f"all {len(results)} games of a trial were lost, each ended without a reward{self._because()}; "
+                    "look for env_error among the run's episodes, then start the same command again"
+                )
+            share = share_with_variance(groups)
             event = self.record.emit("variance", share=share, n_groups=len(games), limit=MIN_SHARE_WITH_VARIANCE)
+        if event["share"] == 0 and (alike := self._alike_whatever_is_played()):
+            raise GameError(
+                f"the environment is at fault: it pays {alike} whatever is played: by the policy, by random players "
+                "and by one who answers nonsense, so there is nothing to learn; see env.py and rewards.py"
+            )
         if event["share"] < MIN_SHARE_WITH_VARIANCE:
             raise TooSmallError(
                 f"{self.spec.start_weights} is too small for this: in {event['share']:.0%} of {event['n_groups']} "
@@ -257,6 +288,22 @@ class Run:
                 f"{MIN_SHARE_WITH_VARIANCE:.0%}; "
                 "make the game easier (fewer cells, players or stones), or train a larger policy"
             )
+
+    def _alike_whatever_is_played(self) -> str | None:
+        """What all play without the policy was paid in a game, if no other play made a difference; else None."""
+        dry, levels = self._dry, {event["mean"] for event in self.record.all("level")}
+        if dry is None or dry.tells_replies_apart or len(levels) > 1:
+            return None
+        is_one = dry.lowest == dry.highest
+        return f"{dry.lowest:g}" if is_one else f"each game (from {dry.lowest:g} to {dry.highest:g}) the same"
+
+    @property
+    def _bounds(self) -> tuple[float, float] | None:
+        """Range of the rewards, where the game declares one."""
+        return self._dry.about.bounds if self._dry else None
+
+    def _because(self) -> str:
+        return f" ({self._last_fault})" if self._last_fault else ""
 
     def steps_left(self) -> Iterable[int]:
         """The updates to do, after those that the swarm has done already."""
@@ -274,7 +321,10 @@ class Run:
                 return play
             return Shuffled(play, num_episodes, seeds.shuffle_seed(self.seed, step))
 
-        await self.live.update(step, games, played)
+        try:
+            await self.live.update(step, games, played)
+        except GameError as error:
+            raise GameError(f"{error}{self._because()}") from error
         self._note_steps()
 
     def _note_steps(self) -> None:
@@ -310,12 +360,12 @@ class Run:
             tags={"split": HELD_OUT, "temperature": f"{temperature:g}", "label": label},
         )
         rewards = [mean_reward(result.rewards) for result in results if is_judged(result.rewards, result.outcome)]
-        interval = likelihood_interval(rewards)
+        interval = likelihood_interval(rewards, bounds=self._bounds)
         if interval is None:
             raise GameError(
-                f"all {len(games)} held-out games of this evaluation were lost, each ended without a reward; see what "
-                "the record says of lost games and look for env_error among the run's episodes, then start the same "
-                "command again: it goes on from here"
+                f"all {len(games)} held-out games of this evaluation were lost, each ended without a reward"
+                f"{self._because()}; look for env_error among the run's episodes, then start the same command again: "
+                "it goes on from here"
             )
         self.record.emit(
             "evaluation",
@@ -367,14 +417,18 @@ class Run:
             env = Watched(self._env())
             try:
                 await rollout(episode, env, task.data["seed"], temperature=temperature)
-            except (EnvCrashedError, EnvTimeoutError) as error:
+            except RulesError:
+                raise
+            except EnvError as error:
                 # Nobody's reply is to blame, so nobody is paid for it; the swarm counts it and asks for another.
+                self._last_fault = str(error)
                 self.record.emit("phase", text=f"a game was lost: {error}")
                 await episode.end(reward=None, outcome=Outcome.ENV_ERROR)
-                return
-            if samples is not None and env.record is not None:
-                samples[task.task_id] = env.record
-            await env.close()
+            else:
+                if samples is not None and env.record is not None:
+                    samples[task.task_id] = env.record
+            with contextlib.suppress(EnvError):  # its process died, and the game with it
+                await env.close()
 
         return play
 
@@ -461,12 +515,13 @@ def begin(settings: Settings, record: Record) -> None:
     """Write down what the run is, or see that it goes on as what it was begun.
 
     Raises:
-        UsageError: the folder holds a run with other settings.
+        UsageError: the folder holds a run with other settings, or of a project that was edited since.
     """
+    code = code_of(settings.project)
     now = {"spec": settings.spec.model_dump(mode="json"), "shuffle_rewards": settings.shuffle_rewards}
     before = record.find("begin")
     if before is None:
-        record.emit("begin", **now)
+        record.emit("begin", **now, code=code)
         return
     changed = sorted(differences({name: before[name] for name in now}, now))
     if changed:
@@ -474,7 +529,10 @@ def begin(settings: Settings, record: Record) -> None:
             f"{settings.run_dir} holds a run that was begun with another {changed[0]}; start it as it was to go on, or "
             "name another folder: --run-dir"
         )
-    record.emit("phase", text=f"going on in {settings.run_dir}")
+    # The record of an older version holds no code; from here on it does.
+    if (then := record.last("code")) is not None:
+        refuse_if_edited(then, code, f"the run in {settings.run_dir}")
+    record.emit("phase", text=f"going on in {settings.run_dir}", code=code)
 
 
 def differences(one: Any, other: Any, path: str = "") -> Iterator[str]:

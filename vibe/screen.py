@@ -120,7 +120,7 @@ class LiveScreen:
         return Panel(Group(plot, below, Text(self._now, style="dim")), title=self._title, subtitle=caption)
 
 
-SHOWN = frozenset({"begin", "phase", "level", "variance", "warmup", "step", "evaluation"})
+SHOWN = frozenset({"begin", "phase", "environment", "level", "variance", "warmup", "step", "evaluation"})
 """Events that people are shown as they come."""
 
 

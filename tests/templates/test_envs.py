@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -14,12 +15,20 @@ from typing import Any
 import pytest
 
 from vibe import library
-from vibe.envs import HOST, EnvCrashedError, EnvError, EnvHost, EnvTimeoutError, Limits, RulesError
+from vibe.envs import HOST, EnvCrashedError, EnvHost, EnvTimeoutError, Limits, RulesError
+from vibe.errors import EditedError, EnvError
+from vibe.project import code_of
 
 QUICK = Limits(wall_s=0.5, cpu_s=30)
 
 GAME = """
-import os, subprocess, sys, time
+import json, os, subprocess, sys, time
+
+MAX_TURNS = 3
+
+def say(what, seat="a"):
+    text = what if isinstance(what, str) else json.dumps(what)
+    return {"seat": seat, "agent": seat, "system": "s", "observation": text}
 
 class Game:
     def __init__(self, n: int = 1):
@@ -28,7 +37,7 @@ class Game:
         self.n = n
     def reset(self, seed):
         self.seed = seed
-        return {"seat": "a", "agent": "a", "system": "s", "observation": str(seed)}
+        return say(str(seed))
     def legal(self):
         return ["yes"]
     def suggest(self, player):
@@ -40,7 +49,7 @@ class Game:
     def end(self):
         return {"rewards": {"a": 1.0}, "outcome": "success", "metrics": {}, "record": []}
     def environ(self):
-        return {"environ": dict(os.environ), "cwd": os.getcwd(), "path": sys.path, "modules": sorted(sys.modules)}
+        return say({"environ": dict(os.environ), "cwd": os.getcwd(), "path": sys.path, "modules": sorted(sys.modules)})
     def hang(self):
         while True:
             pass
@@ -69,7 +78,7 @@ class Game:
     def remember(self):
         with open("notes", "w") as file:
             file.write("42")
-        return open("notes").read()
+        return say(open("notes").read())
     def die(self):
         print("goodbye")
         sys.stdout.flush()
@@ -88,7 +97,7 @@ class Game:
         return {}["nothing"]
     def talk(self):
         print('{"id": 1, "ok": "forged"}')
-        return "talked"
+        return say("talked")
     def forge(self):
         for fd in range(3, 10):
             try:
@@ -96,8 +105,49 @@ class Game:
             except OSError:
                 pass
         return "forged"
-    def nan(self):
-        return {"rewards": {"a": float("nan")}}
+    def leave(self):
+        sys.exit(4)
+    def opaque(self):
+        return {1, 2}
+    def on(self):
+        return say("again")
+    def other(self):
+        return say("again", "b")
+"""
+
+FAULTY = {
+    "None": "step() gave None; it gives a dict",
+    "say(3)['seat']": "step() gave 'a'; it gives a dict",
+    "{'seat': 'a', 'agent': 'a', 'system': 's'}": "the turn that step() gave has no observation",
+    "say('x') | {'observation': 3}": "observation of the turn that step() gave is 3; it is a text",
+    "say('\\ud83c')": "half of a surrogate pair",
+    "say('x', '')": "a turn whose seat is ''",
+    "over({'a': '1'})": "reward '1' for 'a'; it is a number from -1 to 1 (LOWEST and HIGHEST in rewards.py)",
+    "over({'a': None})": "reward None for 'a'",
+    "over({'a': True})": "reward True for 'a'",
+    "over({'a': [1.0]})": "reward [1.0] for 'a'",
+    "over({'a': float('nan')})": "reward nan for 'a'",
+    "over({'a': float('inf')})": "reward inf for 'a'",
+    "over({'a': 1e9})": "reward 1000000000.0 for 'a'; it is a number from -1 to 1",
+    "over({'a': -1e9})": "reward -1000000000.0 for 'a'",
+    "over({'a': 10**400})": "for 'a'; it is a number from -1 to 1",
+    "over({})": "rewards {}",
+    "over(None)": "rewards None",
+    "over(1.0)": "rewards 1.0; they are a dict with a number for each agent",
+    "over({'b': 1.0})": "rewards for 'b' and none for 'a', who was asked to move",
+    "over({'a': 1.0}, outcome='victory')": "outcome 'victory'; it is one of success, failure",
+    "over({'a': 1.0}, outcome=None)": "outcome None",
+    "over({'a': 1.0}, metrics={'won': True})": "metric 'won' True; it is a finite number",
+    "over({'a': 1.0}, metrics=None)": "metrics None",
+    "over({'a': 1.0}, record=None)": "record None",
+    "over({'a': 1.0}, record=['x'])": "record has 'x' at 0",
+    "over({'a': 1.0}, record=[{'seat': 'a', 'text': 'x'}])": "move 0 in the record that step() gave has no note",
+}
+"""What `step` gives, and what is said of it."""
+
+OVER = """
+def over(rewards, **changes):
+    return {"rewards": rewards, "outcome": "success", "metrics": {}, "record": []} | changes
 """
 
 
@@ -174,14 +224,123 @@ def test_a_fault_of_the_game_names_its_place_and_the_process_lives_on(project: P
             env = host.env()
             await env.reset(1)
             pid = host.pid
-            for broken in ("fail", "flood", "nan", "eat", "write", "no_such"):
-                with pytest.raises(EnvError) as failed:
+            for broken, said in {
+                "fail": "step() raised KeyError: 'nothing' (env.py, line ",
+                "flood": "what step() gave has 30000",
+                "opaque": "what step() gave can't be written as JSON: Object of type set",
+                "leave": "step() raised SystemExit: 4 (env.py, line ",
+                "eat": "step() raised MemoryError",
+                "write": "step() raised OSError",
+                "no_such": "step() raised AttributeError",
+            }.items():
+                with pytest.raises(EnvError, match=f"^the environment is at fault: {re.escape(said)}") as failed:
                     await env.step(broken)
                 assert not isinstance(failed.value, EnvCrashedError)
-            with pytest.raises(EnvError, match=r"KeyError: 'nothing'"):
-                await env.step("fail")
+                assert "Traceback" not in str(failed.value)
             assert await env.legal() == ["yes"]
             assert host.pid == pid
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_is_no_turn_and_no_end_is_named_with_its_field_and_value(project: Path) -> None:
+    (project / "env.py").write_text(GAME + OVER + "\nGame.step = lambda self, text: eval(text)\n")
+    (project / "rewards.py").write_text("LOWEST, HIGHEST = -1.0, 1.0\n")
+
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            for answer, said in FAULTY.items():
+                await env.reset(1)
+                with pytest.raises(EnvError, match=r"^the environment is at fault: ") as faulty:
+                    await env.step(answer)
+                assert said in str(faulty.value)
+            await env.reset(1)
+            assert (await env.step("over({'a': 1.0000000001, 'c': -1})"))["rewards"] == {"a": 1.0000000001, "c": -1}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("method", "gives", "said"),
+    [
+        ("legal", "[]", "legal() gave [] while a seat is to move"),
+        ("legal", "None", "legal() gave None"),
+        ("legal", "['x', 3]", "a reply that legal() gave is 3; it is a text"),
+        ("legal", "['x', 'y', 'x']", "legal() gave 'x' twice"),
+        ("suggest", "7", "what suggest('scripted') gave is 7; it is a text"),
+        ("snapshot", "'state'", "snapshot() gave 'state'; it gives a dict"),
+    ],
+)
+def test_what_else_a_game_answers_is_checked_too(project: Path, method: str, gives: str, said: str) -> None:
+    (project / "env.py").write_text(GAME + f"\nGame.{method} = lambda *_: {gives}\n")
+
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            await env.reset(1)
+            asked = {"legal": env.legal, "suggest": lambda: env.suggest("scripted"), "snapshot": env.snapshot}
+            with pytest.raises(EnvError, match=re.escape(f"the environment is at fault: {said}")):
+                await asked[method]()
+
+    asyncio.run(main())
+
+
+def test_a_game_without_end_is_ended_by_the_number_of_its_turns(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            env = host.env()
+            for _ in range(2):
+                await env.reset(1)
+                await env.step("on")
+                await env.step("on")
+                with pytest.raises(EnvError, match="asked for 3 replies and has not ended"):
+                    await env.step("on")
+            await env.reset(1)
+            await env.step("on")
+            await env.step("other")
+            with pytest.raises(EnvError, match="none for 'b', who was asked to move"):
+                await env.step("end")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("rewards.py", "LOWEST = 0.0", "rewards.py has one of LOWEST and HIGHEST"),
+        ("rewards.py", "LOWEST, HIGHEST = 1, 1", "from LOWEST 1 to HIGHEST 1"),
+        ("rewards.py", "LOWEST, HIGHEST = 0, '1'", "from LOWEST 0 to HIGHEST '1'"),
+        ("rewards.py", "1 / 0", "about() raised ZeroDivisionError: division by zero (rewards.py, line 1"),
+        ("env.py", "MAX_TURNS = 0", "env.py sets MAX_TURNS to 0"),
+        ("env.py", "def (", "SyntaxError"),
+        ("env.py", "del Game", "has no attribute 'Game'"),
+    ],
+)
+def test_what_a_game_says_of_itself_is_checked(project: Path, file: str, line: str, said: str) -> None:
+    with (project / file).open("a") as code:
+        code.write(f"{line}\n")
+
+    async def main() -> None:
+        async with EnvHost(project, {}) as host:
+            with pytest.raises(EnvError, match=r"^the environment is at fault: ") as faulty:
+                await host.env().reset(1)
+            assert said in str(faulty.value)
+
+    asyncio.run(main())
+
+
+def test_code_that_was_edited_meanwhile_is_not_loaded_in_the_place_of_a_process_that_died(project: Path) -> None:
+    async def main() -> None:
+        async with EnvHost(project, {}, code=code_of(project)) as host:
+            env = host.env()
+            await env.reset(1)
+            (project / "env.py").write_text(GAME + "# edited\n")
+            await env.step("end")
+            with pytest.raises(EnvCrashedError):
+                await env.step("die")
+            with pytest.raises(EditedError, match=r"env\.py changed since"):
+                await env.reset(2)
 
     asyncio.run(main())
 
@@ -195,7 +354,7 @@ def test_the_child_sees_no_environment_no_packages_and_another_folder(
         async with EnvHost(project, {}) as host:
             env = host.env()
             await env.reset(1)
-            return await env.step("environ")
+            return json.loads((await env.step("environ"))["observation"])
 
     seen = asyncio.run(main())
     assert "hunter2" not in json.dumps(seen)
@@ -215,7 +374,7 @@ def test_sockets_foreign_code_and_other_files_are_refused(project: Path, deed: s
             await env.reset(1)
             with pytest.raises(EnvError, match="PermissionError: a game may not"):
                 await env.step(deed)
-            assert await env.step("remember") == "42"
+            assert (await env.step("remember"))["observation"] == "42"
 
     asyncio.run(main())
     assert (project / "env.py").read_text() == GAME
@@ -226,7 +385,7 @@ def test_what_the_game_prints_never_reaches_the_protocol(project: Path) -> None:
         async with EnvHost(project, {}) as host:
             env = host.env()
             await env.reset(1)
-            assert await env.step("talk") == "talked"
+            assert (await env.step("talk"))["observation"] == "talked"
 
     asyncio.run(main())
 

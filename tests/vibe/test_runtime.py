@@ -11,10 +11,12 @@ import pytest
 
 from swarm_engine.client import EpisodeResult
 from swarm_engine.types import Outcome
+from vibe.dry_play import DryPlay
 from vibe.errors import GameError
 from vibe.project import game_of, project_for
 from vibe.record import Record
 from vibe.runtime import Run, Settings
+from vibe.turns import About
 
 
 class FakeSwarm:
@@ -41,7 +43,7 @@ class FakeSwarm:
         ]
 
 
-def evaluate(rewards: list[float | None], folder: Path) -> str:
+def evaluate(rewards: list[float | None], folder: Path, *, label: str = "before", dry: DryPlay | None = None) -> str:
     """What is said of an evaluation with these rewards."""
 
     async def rollout(*_: Any, **__: Any) -> None:
@@ -50,8 +52,8 @@ def evaluate(rewards: list[float | None], folder: Path) -> str:
     spec = project_for(game_of("tictactoe")).with_settings({"training.eval_games": str(len(rewards))})
     out = io.StringIO()
     run = Run(Settings(folder, spec, folder), Record(folder, as_json=False, out=out))
-    run._live, run._rollout = FakeSwarm(rewards), rollout  # type: ignore[assignment]
-    asyncio.run(run.evaluate("before", temperature=1))
+    run._live, run._rollout, run._dry = FakeSwarm(rewards), rollout, dry  # type: ignore[assignment]
+    asyncio.run(run.evaluate(label, temperature=1))
     return out.getvalue()
 
 
@@ -62,7 +64,15 @@ def test_an_evaluation_that_lost_every_game_says_how_many_and_what_to_do(tmp_pat
 
 def test_an_evaluation_with_one_game_left_has_no_interval(tmp_path: Path) -> None:
     said = evaluate([None, 0.5, None], tmp_path)
-    assert said == "before (step 0), temperature 1: 0.500 [–, –] over 1 held-out games\n"
+    assert said == (
+        "before (step 0), temperature 1: 0.500 (no interval: one game) over 1 held-out games, 2 more were lost\n"
+    )
+
+
+def test_games_that_all_pay_alike_have_an_interval_where_the_range_of_rewards_is_known(tmp_path: Path) -> None:
+    assert "1.000 (no interval: 2 games, all alike) over 2" in evaluate([1.0, 1.0], tmp_path)
+    dry = DryPlay(About(-0.5, 1.0), 24, 5, -0.5, 1.0, tells_replies_apart=True)
+    assert "1.000 [-0.263, 1.000] over 2" in evaluate([1.0, 1.0], tmp_path, label="after", dry=dry)
 
 
 def test_an_interval_does_not_reach_above_the_best_reward(tmp_path: Path) -> None:
