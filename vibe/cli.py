@@ -2,6 +2,7 @@
 
 vibe train "Who is the spy: four players get a word, one of them a similar one; everyone describes it, then all vote"
 vibe new "Nim with 15 stones" --out nim       writes the project and trains nothing
+vibe train ./nim                              trains a project as it is, edited or not
 vibe templates                                what can be described
 """
 
@@ -32,10 +33,15 @@ class BrainName(StrEnum):
     OFFLINE = "offline"
 
 
+Game = Annotated[str, typer.Argument(help="The game, in plain words; or the folder of a project.", show_default=False)]
 Description = Annotated[str, typer.Argument(help="The game, in plain words.", show_default=False)]
 Brain = Annotated[BrainName, typer.Option(help="Who reads the description.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the project; by default one in A3R_HOME/projects.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the run: its games and every sampled token.")]
+TrainSeed = Annotated[
+    int | None,
+    typer.Option(min=0, help="Seed of the run: its games and every sampled token. By default the project's, or 0."),
+]
 Updates = Annotated[int | None, typer.Option(min=0, help="Optimizer updates.")]
 EvalEvery = Annotated[int | None, typer.Option(min=1, help="Updates between evaluations on the held-out games.")]
 EvalGames = Annotated[int | None, typer.Option(min=2, help="Held-out games of an evaluation.")]
@@ -57,13 +63,13 @@ def command(_version: VersionOption = False) -> None:
 
 @app.command()
 def train(
-    description: Description,
+    game: Game,
     brain: Brain = BrainName.OFFLINE,
     out: Out = None,
     run_dir: RunDir = None,
     swarm: Swarm = None,
     token_file: TokenFile = None,
-    seed: Seed = 0,
+    seed: TrainSeed = None,
     updates: Updates = None,
     eval_every: EvalEvery = None,
     eval_games: EvalGames = None,
@@ -71,16 +77,22 @@ def train(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Write a project for a game, train on it and show what was learned."""
+    """Write a project for a game, or take one that is there; train on it and show what was learned."""
     from vibe.project import parse_changes
-    from vibe.training import train_from_words
-    from vibe.writing import Request
+    from vibe.training import train_project
+    from vibe.writing import Request, project_named
 
-    named = {"training.updates": updates, "training.eval_every": eval_every, "training.eval_games": eval_games}
-    settings = {path: str(value) for path, value in named.items() if value is not None} | {"config.seed": str(seed)}
-    train_from_words(
+    named = {
+        "config.seed": seed,
+        "training.updates": updates,
+        "training.eval_every": eval_every,
+        "training.eval_games": eval_games,
+    }
+    settings = {path: str(value) for path, value in named.items() if value is not None}
+    train_project(
         Request(
-            description=description,
+            description=game,
+            project=project_named(game),
             brain=brain.value,
             out=out,
             run_dir=run_dir,

@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from vibe import turns
-from vibe.errors import EditedError, EnvError, UsageError
-from vibe.project import code_of
+from vibe.errors import EnvError, UsageError
+from vibe.project import code_of, refuse_if_edited
 from vibe.spec import RuleValue
 from vibe.turns import About
 
@@ -232,22 +232,6 @@ class Env:
         if self._child is None:
             raise EnvError("this game has not begun; call reset first")
         return await self._child.ask({"op": op, "env": self._name, **arguments})
-
-
-def refuse_if_edited(then: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
-    """See that a project's code is what it was.
-
-    Args:
-        then, now: what `code_of` said of it.
-        what: the run that began with the code of then, for the message.
-    Raises:
-        EditedError: a file differs, is new or is gone.
-    """
-    if changed := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
-        raise EditedError(
-            f"{', '.join(changed)} changed since {what} was begun: rewards of two games would mix in one record; put "
-            "it back as it was to go on, or start the edited project in a folder of its own: --run-dir"
-        )
 
 
 class _Child:

@@ -12,13 +12,14 @@ from pydantic import Field, ValidationError, field_serializer, field_validator
 
 from swarm_engine.config import EngineConfig
 from vibe import library
-from vibe.errors import ProjectError, UsageError
+from vibe.errors import EditedError, ProjectError, UsageError
 from vibe.spec import Frozen, GameSpec, RuleValue
 
 SPEC_FILE = "spec.json"
 RESULTS_FILE = "results.json"
 """In a run's folder, once the run is over."""
 TRAIN_FILE = "train.py"
+ENV_FILE = "env.py"
 POLICY = "policy"
 """Name of the one policy that a project trains."""
 
@@ -117,6 +118,22 @@ def code_of(project: Path) -> dict[str, str]:
             elif path.suffix == ".py" and path != project / TRAIN_FILE and path.is_file():
                 found[path.relative_to(project).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
+
+
+def refuse_if_edited(then: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
+    """See that a project's code is what it was.
+
+    Args:
+        then, now: what `code_of` said of it.
+        what: the run that began with the code of then, for the message.
+    Raises:
+        EditedError: a file differs, is new or is gone.
+    """
+    if changed := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
+        raise EditedError(
+            f"{', '.join(changed)} changed since {what} was begun: rewards of two games would mix in one record; put "
+            "it back as it was to go on, or start the edited project in a folder of its own: --run-dir"
+        )
 
 
 def project_for(game: GameSpec, *, config: EngineConfig | None = None, training: Training | None = None) -> ProjectSpec:

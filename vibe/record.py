@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -55,7 +55,7 @@ class Record:
 
     def last(self, field: str) -> Any:
         """The value of the last event that has this field, or None."""
-        return next((event[field] for event in reversed(self._events) if field in event), None)
+        return last(self._events, field)
 
     def all(self, kind: str) -> list[Event]:
         """Every event of a kind, in order."""
@@ -81,6 +81,11 @@ def read(path: Path) -> Iterator[Event]:
         except json.JSONDecodeError as error:
             raise UsageError(f"{path}, line {number} is no event; start in another folder with --run-dir") from error
         yield event
+
+
+def last(events: Sequence[Event], field: str) -> Any:
+    """The value of the last of these events that has this field, or None."""
+    return next((event[field] for event in reversed(events) if field in event), None)
 
 
 def _cut_torn_line(path: Path) -> None:

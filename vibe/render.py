@@ -89,7 +89,7 @@ def _refusal(folder: Path, files: Mapping[str, str], there: Mapping[str, bytes])
         return (
             f"{folder} is not empty and holds no project; name a new folder with --out, or add --force to write into it"
         )
-    as_it_is = "" if len(there) < len(files) else "train it as it is with `python train.py --run-dir runs/1` there, "
+    as_it_is = "" if len(there) < len(files) else f"train it as it is with `vibe train {folder}`, "
     return (
         f"{folder} holds another version of this project ({', '.join(changed) or 'files are missing'}); "
         f"{as_it_is}name a new folder with --out, or add --force to overwrite these files"

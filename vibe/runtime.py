@@ -32,7 +32,7 @@ from vibe import library, seeds, warmup
 from vibe.control import Shuffled
 from vibe.dry_play import DryPlay, dry_play
 from vibe.embedded import Swarm, embedded_swarm
-from vibe.envs import Env, EnvHost, RulesError, refuse_if_edited
+from vibe.envs import Env, EnvHost, RulesError
 from vibe.errors import INTERRUPTED, EnvError, GameError, StoppedError, TooSmallError, UsageError, VibeError
 from vibe.judging import (
     MIN_SHARE_WITH_VARIANCE,
@@ -44,7 +44,7 @@ from vibe.judging import (
     share_with_variance,
 )
 from vibe.live import LiveSwarm
-from vibe.project import POLICY, RESULTS_FILE, ProjectSpec, code_of, parse_changes
+from vibe.project import POLICY, RESULTS_FILE, ProjectSpec, code_of, parse_changes, refuse_if_edited
 from vibe.record import Record
 from vibe.run_folder import locked
 
@@ -529,8 +529,7 @@ def begin(settings: Settings, record: Record) -> None:
             f"{settings.run_dir} holds a run that was begun with another {changed[0]}; start it as it was to go on, or "
             "name another folder: --run-dir"
         )
-    # The record of an older version holds no code; from here on it does.
-    if (then := record.last("code")) is not None:
+    if (then := record.last("code")) is not None:  # the record of an older version gets it from here on
         refuse_if_edited(then, code, f"the run in {settings.run_dir}")
     record.emit("phase", text=f"going on in {settings.run_dir}", code=code)
 
@@ -591,6 +590,9 @@ def main(train: Callable[[Run], Coroutine[Any, Any, None]], *, project_of: str) 
         with locked(settings.run_dir):
             record = Record(settings.run_dir, as_json=settings.as_json)
             begin(settings, record)
+            if settings.experiment is None:
+                how = f"`vibe train {settings.project} --run-dir {settings.run_dir}`"
+                record.emit("phase", text=f"no rows of this run are kept; {how} keeps them and draws its curve")
             asyncio.run(until_stopped(train(Run(settings, record)), with_stdin=settings.exits_with_stdin))
     except (VibeError, SwarmError, ExperimentsDbError) as error:
         print(f"error: {error}", file=sys.stderr)

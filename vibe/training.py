@@ -1,4 +1,4 @@
-"""What `vibe train` does: write the project, run its train.py, keep rows of it, show what came of it.
+"""What `vibe train` does: write a project or take one, run its train.py, keep rows of it, show what came of it.
 
 The training itself is the project's own program in a process of its own, as a person would start it; this module only
 listens to its JSON lines.
@@ -29,10 +29,10 @@ from experiments_db.ulid import new_ulid
 from experiments_db.writes import Attempt, begin_attempt, create_single_run, record_job
 from vibe import screen
 from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError, UsageError
-from vibe.project import RESULTS_FILE
-from vibe.record import RECORD_FILE, read
+from vibe.project import RESULTS_FILE, code_of, refuse_if_edited
+from vibe.record import RECORD_FILE, Event, last, read
 from vibe.run_folder import COMMAND_LOCK_FILE, locked, refuse_if_taken
-from vibe.writing import Request, Written, write_from_words
+from vibe.writing import Request, Written, take, write_from_words
 
 RUNS = "runs"
 """Folder of A3R_HOME."""
@@ -40,8 +40,8 @@ LOG_FILE = "train.log"
 CURVE_FILE = "curve.png"
 
 
-def train_from_words(request: Request) -> None:
-    """Write the project, train on it, show what was learned.
+def train_project(request: Request) -> None:
+    """Write the project, or take the one that is there; train on it, show what was learned.
 
     Raises:
         VibeError: with the exit code of the command.
@@ -49,10 +49,12 @@ def train_from_words(request: Request) -> None:
     """
     if (request.swarm_url is None) != (request.token_file is None):
         raise UsageError("--swarm and --token-file go together: the URL says where, the token opens it")
-    written = write_from_words(request)
+    written = write_from_words(request) if request.project is None else take(request, request.project)
     run_dir = (request.run_dir or home_folder() / RUNS / new_ulid()).resolve()
     with locked(run_dir, COMMAND_LOCK_FILE), open_database() as database:
         refuse_if_taken(run_dir)
+        if (code := last(list(read(run_dir / RECORD_FILE)), "code")) is not None:
+            refuse_if_edited(code, code_of(written.folder), f"the run in {run_dir}")
         experiment, attempt = begin(database, request, written, run_dir)
         with recorded(database, attempt):
             watch(request, written, run_dir, experiment)
@@ -66,7 +68,10 @@ def begin(database: Database, request: Request, written: Written, run_dir: Path)
     The caller holds the run's folder, so an open job is one whose process was killed.
     """
     spec = written.spec
-    question = request.description
+    question = request.description if request.project is None else " ".join(spec.source_sentences) or spec.title
+    controls = {"config": spec.config.model_dump(mode="json"), "training": spec.training.model_dump(mode="json")}
+    if written.edited:  # so that its runs are never counted among those of the template's own game
+        controls["edited"] = dict(written.edited)
     with database.write() as session:
         experiment = create_single_run(
             session,
@@ -78,7 +83,7 @@ def begin(database: Database, request: Request, written: Written, run_dir: Path)
             seed_train=spec.config.seed,
             template_version=spec.template_version,
             template_sha=written.sha256,
-            controls={"config": spec.config.model_dump(mode="json"), "training": spec.training.model_dump(mode="json")},
+            controls=controls,
             objective=f"train on {spec.title}",
             command=command(request, written, run_dir),
             metrics=["reward_mean", "held-out reward"],
@@ -99,6 +104,8 @@ def command(request: Request, written: Written, run_dir: Path) -> list[str]:
     words = [sys.executable, str(written.folder.resolve() / "train.py"), "--run-dir", str(run_dir), "--json"]
     if request.swarm_url and request.token_file:
         words += ["--swarm", request.swarm_url, "--token-file", str(request.token_file.resolve())]
+    if request.project is not None:  # a project that was written for this command has them in its spec.json
+        words += [word for path, value in request.settings.items() for word in ("--set", f"{path}={value}")]
     return words
 
 
@@ -164,7 +171,7 @@ def watch(request: Request, written: Written, run_dir: Path, experiment: str) ->
                     screen.screen(Console(), spec.title, spec.training.updates, as_json=request.as_json) as shown,
                 ):
                     for line in lines:
-                        shown.show(json.loads(line))
+                        shown.show(event_of(line))
                 child.wait()
         finally:
             if child.poll() is None:
@@ -177,6 +184,15 @@ def watch(request: Request, written: Written, run_dir: Path, experiment: str) ->
     said = (run_dir / LOG_FILE).read_bytes()[start_of_log:].decode(errors="replace").strip()
     message = said.removeprefix("error: ") or f"the training ended with code {child.returncode}"
     raise TrainingFailedError(message, child.returncode if child.returncode > 0 else 1)
+
+
+def event_of(line: str) -> Event:
+    """What a line of a training's output says; one that the project's own code printed is said as it is."""
+    try:
+        event = json.loads(line)
+    except json.JSONDecodeError:
+        event = None
+    return event if isinstance(event, dict) and "event" in event else {"event": "phase", "text": line.rstrip("\n")}
 
 
 def how_to_go_on(run_dir: Path) -> str:
@@ -225,8 +241,11 @@ class Forwarded:
 
 
 def draw(database: Database, experiment: str, written: Written, run_dir: Path) -> None:
-    """The held-out curve of the run, beside what scripted players earn."""
-    levels = [event for event in read(run_dir / RECORD_FILE) if event["event"] == "level"]
+    """The held-out curve of the run, beside what scripted players earn; none where an edited train.py measured none."""
+    record = list(read(run_dir / RECORD_FILE))
+    if not any(event["event"] == "evaluation" for event in record):
+        return
+    levels = [event for event in record if event["event"] == "level"]
     across = {screen.level_name(level): level["mean"] for level in levels}
     with database.read() as session:
         plot_runs(session, [experiment], HELD_OUT, run_dir / CURVE_FILE, levels=across, title=written.spec.title)
@@ -247,14 +266,14 @@ def show_results(request: Request, written: Written, run_dir: Path, experiment: 
                 "project": str(written.folder.resolve()),
                 "run_dir": str(run_dir),
                 "results": str(run_dir / RESULTS_FILE),
-                "curve": str(curve),
+                "curve": str(curve) if curve.exists() else None,
                 "evaluations": [event for event in evaluations if event["label"] != "during"],
                 "levels": levels,
             }
         )
         return
     console = Console()
-    for panel in screen.games(sampled[-1]["samples"]):
+    for panel in screen.games(sampled[-1]["samples"] if sampled else ()):
         console.print(panel)
     console.print(screen.results(evaluations, levels))
     for name, value in (
@@ -263,4 +282,6 @@ def show_results(request: Request, written: Written, run_dir: Path, experiment: 
         ("curve", curve),
         ("results", run_dir / RESULTS_FILE),
     ):
+        if isinstance(value, Path) and not value.exists():
+            continue
         console.print(Text(f"{name:<8} {value}"), soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,8 +19,13 @@ import pytest
 from sqlmodel import func, select
 
 from experiments_db.engine import open_database
-from experiments_db.models import EpisodeRow, EvalItem, Experiment, Job, JobState, MetricPoint
-from vibe import cli
+from experiments_db.models import Blueprint, EpisodeRow, EvalItem, Experiment, Job, JobState, MetricPoint
+from vibe import cli, render
+from vibe.errors import ProjectError
+from vibe.project import ProjectSpec, game_of, project_for
+from vibe.record import Record
+from vibe.runtime import Settings, begin
+from vibe.writing import project_named
 
 SENTENCE = "Play tic-tac-toe against a random opponent"
 TINY = ["--set", "trainer.group_size=2", "--set", "trainer.tasks_per_update=2", "--eval-games", "4"]
@@ -101,6 +107,10 @@ def test_templates_lists_every_game_with_its_rules(vibe: Vibe, tmp_path: Path) -
         (["train", SENTENCE, "--swarm", "http://127.0.0.1:9"], "--token-file go together"),
         (["train", SENTENCE, "--brain", "oracle"], "offline"),
         (["train", SENTENCE, "--updates", "-3"], "greater than or equal to 0"),
+        (["train", "./nowhere"], "./nowhere is not there; name the folder of a project, or describe the game"),
+        (["train", "no/where"], "no/where is not there"),
+        (["train", "."], ". holds no project, spec.json is missing"),
+        (["train", __file__], "is a file"),
         (["play", SENTENCE], "play"),
     ],
 )
@@ -110,6 +120,49 @@ def test_bad_input_is_refused_in_words(words: list[str], said: str, vibe: Vibe, 
     assert said in error
     assert "Traceback" not in error
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of tic-tac-toe."""
+    folder = tmp_path / "project"
+    render.write(render.render(project_for(game_of("tictactoe"))), folder)
+    return folder
+
+
+def test_a_text_is_a_folder_where_it_is_written_as_one_or_a_project_is_there(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nim").mkdir()
+    for text in ("nim", "tictactoe", SENTENCE, "take 1/2 of the stones", "nim\0", "x" * 5000, "~15 stones"):
+        assert project_named(text) is None
+    for text in ("project", "./project", str(project), "nim/../project"):
+        assert project_named(text) == Path(text)
+    (project / "env.py").unlink()
+    for text in ("project", "./project"):
+        with pytest.raises(ProjectError, match=r"holds no project, env\.py is missing"):
+            project_named(text)
+
+
+def test_a_project_that_is_there_takes_no_flags_of_a_description(vibe: Vibe, project: Path, tmp_path: Path) -> None:
+    code, _, said = vibe(tmp_path, "train", str(project), "--out", str(tmp_path / "other"))
+    assert (code, "--out goes with a description" in said) == (2, True)
+    code, _, said = vibe(tmp_path, "train", str(project), "--force")
+    assert (code, "--force goes with a description" in said) == (2, True)
+
+
+def test_a_run_folder_of_other_code_is_refused_before_a_row_is_written(
+    vibe: Vibe, project: Path, tmp_path: Path
+) -> None:
+    record = Record(tmp_path, as_json=True, out=io.StringIO())
+    begin(Settings(project, ProjectSpec.load(project), tmp_path), record)
+    (project / "rewards.py").write_text("REWARDS = {}\n", encoding="utf-8")
+    code, out, said = vibe(tmp_path, "train", str(project), "--run-dir", str(tmp_path))
+    assert code == 2
+    assert "not as its template has it: rewards.py" in out
+    assert said.startswith("error: rewards.py changed since the run in ")
+    assert rows(tmp_path, Experiment) == []
 
 
 def test_what_is_refused_ends_the_process_with_its_code(tmp_path: Path) -> None:
@@ -164,9 +217,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A training whose command was killed with SIGKILL after an update and typed again, for people both times."""
+    """A training of an edited project whose command was killed with SIGKILL after an update and typed again, for people
+    both times."""
     home = tmp_path_factory.mktemp("resumed")
-    words = ["train", SENTENCE, "--updates", "2", *TINY, "--run-dir", str(home / "run")]
+    folder = home / "edited"
+    render.write(render.render(project_for(game_of("tictactoe"))), folder)
+    rewards = folder / "rewards.py"
+    rewards.write_text(rewards.read_text(encoding="utf-8").replace('"drawn": 0.5', '"drawn": 0.25'), encoding="utf-8")
+    words = ["train", str(folder), "--updates", "2", *TINY, "--run-dir", str(home / "run")]
     killed = start(home, *words)
     wait_for_line(killed, "step")
     children = psutil.Process(killed.pid).children(recursive=True)
@@ -223,8 +281,19 @@ def test_after_a_kill_the_same_command_goes_on(resumed: Finished) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vibe-resumed")
+def test_a_folder_is_trained_as_it_is_and_its_runs_are_told_from_the_templates(resumed: Finished) -> None:
+    assert f"Training the project in {resumed.home / 'edited'} (Tic-tac-toe)" in resumed.out
+    assert (resumed.home / "run" / "curve.png").is_file()
+    (blueprint,) = rows(resumed.home, Blueprint)
+    assert blueprint.controls["training"]["updates"] == 2
+    assert list(blueprint.controls["edited"]) == ["rewards.py"]
+    assert not (resumed.home / "projects").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vibe-resumed")
 def test_a_terminal_gets_tables_games_and_where_everything_is(resumed: Finished) -> None:
-    for shown in ("it means", "held-out game 3", "temperature 1", "random legal play", "curve.png", "project"):
+    for shown in ("held-out game 3", "temperature 1", "random legal play", "curve.png", "project"):
         assert shown in resumed.out
 
 

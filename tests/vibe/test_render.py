@@ -107,7 +107,7 @@ def test_an_edited_project_is_overwritten_only_by_force(tmp_path: Path) -> None:
     render.write(files, tmp_path / "game")
     mine = tmp_path / "game" / "rewards.py"
     mine.write_text("REWARD = 1\n", encoding="utf-8")
-    with pytest.raises(ProjectError, match=r"rewards\.py.*as it is with `python train\.py --run-dir runs/1`.*--force"):
+    with pytest.raises(ProjectError, match=r"rewards\.py.*as it is with `vibe train .*`.*--force"):
         render.write(files, tmp_path / "game")
     assert mine.read_text(encoding="utf-8") == "REWARD = 1\n"
     assert render.write(files, tmp_path / "game", force=True) is True

@@ -1,9 +1,10 @@
-"""What a run does with games that were lost."""
+"""What a run does with games that were lost, and with a project that was edited."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,57 @@ import pytest
 
 from swarm_engine.client import EpisodeResult
 from swarm_engine.types import Outcome
+from vibe import render
 from vibe.dry_play import DryPlay
-from vibe.errors import GameError
-from vibe.project import game_of, project_for
+from vibe.errors import EditedError, GameError
+from vibe.project import ProjectSpec, code_of, game_of, project_for
 from vibe.record import Record
-from vibe.runtime import Run, Settings
+from vibe.runtime import Run, Settings, begin
 from vibe.turns import About
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of tic-tac-toe."""
+    folder = tmp_path / "project"
+    render.write(render.render(project_for(game_of("tictactoe"))), folder)
+    return folder
+
+
+def start(project: Path, run_dir: Path) -> Record:
+    """The record of a run after one more start in its folder."""
+    record = Record(run_dir, as_json=True, out=io.StringIO())
+    begin(Settings(project, ProjectSpec.load(project), run_dir), record)
+    return record
+
+
+@pytest.mark.parametrize("name", ["rewards.py", "env.py", "players.py", "workflow.py", "scoring.py", "rules/core.py"])
+def test_a_run_does_not_go_on_with_code_that_was_edited(name: str, project: Path, tmp_path: Path) -> None:
+    (project / "rules").mkdir()
+    (project / "rules" / "__init__.py").touch()
+    start(project, tmp_path)
+    assert start(project, tmp_path).last("text") == f"going on in {tmp_path}"
+    with (project / name).open("a", encoding="utf-8") as code:
+        code.write("# edited\n")
+    with pytest.raises(EditedError, match=rf"^{re.escape(name)} changed since the run in .* was begun: .*--run-dir"):
+        start(project, tmp_path)
+
+
+def test_what_makes_no_reward_may_be_edited(project: Path, tmp_path: Path) -> None:
+    start(project, tmp_path)
+    for name in ("README.md", "train.py", "tests/test_game.py", "notes.txt"):
+        (project / name).write_text("# edited", encoding="utf-8")
+    start(project, tmp_path)
+
+
+def test_a_run_of_an_older_version_goes_on_and_remembers_the_code_from_then_on(project: Path, tmp_path: Path) -> None:
+    spec = ProjectSpec.load(project)
+    record = Record(tmp_path, as_json=True, out=io.StringIO())
+    record.emit("begin", spec=spec.model_dump(mode="json"), shuffle_rewards=False)
+    assert start(project, tmp_path).last("code") == code_of(project)
+    (project / "rewards.py").unlink()
+    with pytest.raises(EditedError, match=r"rewards\.py"):
+        start(project, tmp_path)
 
 
 class FakeSwarm:
