@@ -178,8 +178,11 @@ def _check_fields(what: str, given: Mapping[str, Any], names: Iterable[str]) -> 
 def _check_text(what: str, value: object) -> str:
     if not isinstance(value, str):
         raise fault(f"{what} is {shown(value)}; it is a text")
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        raise fault(f"{what} is {shown(value)}, which holds half of a surrogate pair; it is valid Unicode")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        problem = "which holds half of a surrogate pair; it is valid Unicode"
+        raise fault(f"{what} is {shown(value)}, {problem}") from error
     return value
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from swarm_engine.client import EpisodeResult
+from swarm_engine.client import EpisodeResult, Task
 from swarm_engine.types import Outcome
 from vibe import library, render
 from vibe.dry_play import DryPlay, dry_play
-from vibe.envs import EnvHost, EnvTimeoutError, Limits
+from vibe.envs import Env, EnvHost, EnvTimeoutError, Limits
 from vibe.errors import EnvError, GameError, TooSmallError
 from vibe.project import game_of, project_for
 from vibe.record import Record
@@ -168,3 +168,36 @@ def test_pay_that_no_play_changes_is_put_down_to_the_environment_and_not_to_the_
 def test_a_trial_that_lost_every_game_says_so(tmp_path: Path) -> None:
     dry = DryPlay(About(), 24, 1, 0.0, 1.0, tells_replies_apart=True)
     assert blame(tmp_path / "1", None, dry).startswith("GameError: all 192 games of a trial were lost")
+
+
+def test_a_faulty_game_among_good_ones_is_paid_nothing_and_said(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(
+        GAME + "    def step(self, text):\n        return {'rewards': {'a': '1'}} if self.seed else self.reset(0)\n",
+        encoding="utf-8",
+    )
+    ended: list[tuple[object, Outcome]] = []
+
+    class FakeEpisode:
+        async def end(self, *, reward: object, outcome: Outcome) -> None:
+            ended.append((reward, outcome))
+
+    async def rollout(_episode: object, env: Env, seed: int, **_: object) -> None:
+        await env.reset(seed)
+        await env.step("yes")
+
+    async def main() -> None:
+        async with EnvHost(tmp_path, {}) as host:
+            run._host, run._rollout = host, rollout
+            for seed in (1, 0, 1):
+                await run._play(temperature=1)(FakeEpisode(), Task("t", {"seed": seed}))  # type: ignore[arg-type]
+            with pytest.raises(GameError, match=r"were lost, .*reward '1' for 'a'.*; look for env_error"):
+                await run.check_that_it_can_learn()
+
+    spec = project_for(game_of("tictactoe"))
+    run = Run(Settings(tmp_path, spec, tmp_path), Record(tmp_path, as_json=True, out=io.StringIO()))
+    run._live = FakeSwarm(None)  # type: ignore[assignment]
+    asyncio.run(main())
+    assert ended == [(None, Outcome.ENV_ERROR)] * 2
+    assert [event["text"][:45] for event in run.record.all("phase")] == [
+        "a game was lost: the environment is at fault:"
+    ] * 2
