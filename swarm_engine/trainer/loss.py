@@ -46,10 +46,28 @@ def clipped_surrogate(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, cl
     return Objective(torch.minimum(free_N, bounded_N), ratio_N.detach(), (bounded_N < free_N).detach())
 
 
-def kl_penalty(policy_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) at each token, never negative: k3 of Schulman's note on approximating KL."""
-    difference_N = reference_logprobs_N - policy_logprobs_N
+def k3(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
+    """Estimate of KL(policy || other) at each token, never negative: k3 of Schulman's note on approximating KL."""
+    difference_N = other_logprobs_N - policy_logprobs_N
     return torch.exp(difference_N) - difference_N - 1
+
+
+MAX_PENALTY = 10.0
+"""Nats of a token, and with it no gradient beyond: without a bound one token that the reference finds e^30 times as
+likely has a gradient of 1e13, and clipping its norm would leave nothing of all others. verl's bound."""
+
+
+def kl_penalty(policy_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
+    """`k3` as a term of a loss: at most `MAX_PENALTY` a token.
+
+    Differences are bounded before they are exponentiated, for an infinite value would have a gradient of NaN.
+    """
+    bounded_N = (reference_logprobs_N - policy_logprobs_N).clamp(-MAX_DIFFERENCE, MAX_DIFFERENCE)
+    return (torch.exp(bounded_N) - bounded_N - 1).clamp(max=MAX_PENALTY)
+
+
+MAX_DIFFERENCE = 20.0
+"""Nats, far beyond where a penalty ends on either side."""
 
 
 def entropy(logits_N_V: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from swarm_engine.models.decoder import Decoder
 from swarm_engine.protocol import Updated
 from swarm_engine.trainer.adamw import AdamWConfig
 from swarm_engine.trainer.algorithms import METHODS
-from swarm_engine.trainer.loss import Tokens, kl_penalty
+from swarm_engine.trainer.loss import Tokens, k3, kl_penalty
 from swarm_engine.trainer.off_policy import correct
 from swarm_engine.trainer.ranks import Alone, Ranks
 from swarm_engine.trainer.rows import TokenColumns, TrainedRow, trained_row, with_proximal
@@ -295,9 +295,9 @@ class Trainer:
             sums.imitation -= float(detached_N[is_imitated_N].double().sum())
             sums.num_imitated += int(is_imitated_N.sum())
         # KL(sampling || proximal), whose tokens these are, so the two change places; then KL(proximal || policy).
-        sums.kl_sampling += float(kl_penalty(columns.sampling_N.double(), proximal_N.double()).sum())
+        sums.kl_sampling += float(k3(columns.sampling_N.double(), proximal_N.double()).sum())
         if columns.proximal_N is not None:
-            sums.kl_update += float(kl_penalty(columns.proximal_N.double(), detached_N.double()).sum())
+            sums.kl_update += float(k3(columns.proximal_N.double(), detached_N.double()).sum())
             sums.num_moved += len(policy_N)
         sums.ratio_max = max(sums.ratio_max, float(objective.ratio_N.max()))
         sums.num_clipped += int(objective.is_clipped_N.sum())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from episodes import call, conversations, episode, own_logprobs
+from episodes import EXACT_MERGES, call, conversations, episode, own_logprobs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ from swarm_engine.models.loading import LoadedPolicy
 from swarm_engine.protocol import Updated
 from swarm_engine.trainer.adamw import AdamW, AdamWConfig
 from swarm_engine.trainer.advantages import group_advantages
-from swarm_engine.trainer.loss import clipped_surrogate, entropy, kl_penalty
+from swarm_engine.trainer.loss import clipped_surrogate, entropy, k3, kl_penalty
 from swarm_engine.trainer.rows import row_of, trained_row
 from swarm_engine.trainer.samples import Drop, Sample, count_drops, make_samples
 from swarm_engine.trainer.scoring import Row, plan_microbatches, score
@@ -234,6 +234,32 @@ def test_the_clipped_surrogate_by_hand() -> None:
 def test_the_kl_penalty_by_hand() -> None:
     policy, reference = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -1.0 + math.log(2)])
     assert kl_penalty(policy, reference).tolist() == pytest.approx([0.0, 2 - math.log(2) - 1], abs=1e-6)
+
+
+def test_a_token_that_the_reference_finds_far_likelier_neither_dominates_a_kl_penalty_nor_ends_it() -> None:
+    """e^2 - 2 - 1 = 4.389, e^10 - 11 = 22015, e^30 - 31 = 1e13, e^200 = infinity; on the other side d - 1 + e^-d."""
+    policy = torch.tensor([-31.0, -31.0, -31.0, -201.0, -1.0, -1.0, -1.0], requires_grad=True)
+    reference = torch.tensor([-29.0, -21.0, -1.0, -1.0, -3.0, -12.5, -31.0])
+    penalty = kl_penalty(policy, reference)
+    assert penalty.tolist() == pytest.approx([math.e**2 - 3, 10, 10, 10, 1 + math.e**-2, 10, 10])
+    penalty.sum().backward()  # type: ignore[no-untyped-call]
+    assert policy.grad is not None
+    assert policy.grad.tolist() == pytest.approx([1 - math.e**2, 0, 0, 0, 1 - math.e**-2, 0, 0])
+    assert k3(policy.detach()[1:2], reference[1:2]).tolist() == pytest.approx([math.e**10 - 11]), "metrics say it all"
+
+
+@pytest.mark.parametrize("merge", EXACT_MERGES)
+def test_one_token_far_from_the_start_weights_leaves_an_update_to_the_others(tiny: LoadedPolicy, merge: Merge) -> None:
+    config = TrainerConfig(kl_weight=0.1, merge=merge)
+    far = Trainer(tiny.model, config)
+    assert far.reference is not None
+    with torch.no_grad():  # so sure of other tokens that those of the batch are hundreds of nats from the start's
+        tiny.model.norm *= 100
+    batch = [episode(f"e{index}", [call([5, 6], [7 + index % 2])], float(index % 2)) for index in range(4)]
+    metrics = update(far, on_policy(tiny, batch)).metrics
+    assert (metrics["skipped"], metrics["nonfinite_gradient"]) == (0, 0)
+    assert metrics["kl_reference"] == 10
+    assert metrics["grad_norm"]
 
 
 def test_entropy_with_an_impossible_token_is_finite_and_so_is_its_gradient() -> None:
