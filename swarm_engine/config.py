@@ -107,7 +107,8 @@ class BestBy(StrEnum):
     REWARD = "reward"
     """In training: that of the batch they sampled, so it is known with the next update."""
     EVALUATION = "evaluation"
-    """In all eval episodes that were claimed while they were served."""
+    """In eval episodes that were claimed while they were served; of those with different tags, the ones that most
+    versions have played."""
 
 
 class Aggregation(StrEnum):
@@ -298,7 +299,8 @@ class TrainerConfig(Frozen):
     """Updates between checkpoints."""
     keep_last: int = Field(3, ge=1, le=MAX_COUNT)
     """Newest checkpoints that are kept; the best is kept beside them."""
-    best_by: BestBy = BestBy.REWARD
+    best_by: BestBy | None = None
+    """None is by evaluation where a checkpoint has one, by reward elsewhere."""
     checkpoint_required: bool = False
     """Whether a checkpoint that can't be written fails the engine. Without one training goes on, and the status says
     so: nothing is lost, but the next start has more to train again."""

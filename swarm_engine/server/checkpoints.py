@@ -34,11 +34,14 @@ def best_step(steps: Iterable[int], rewards: Mapping[int, float]) -> int | None:
     return min(rated, key=lambda step: (-rewards[step], step), default=None)
 
 
-def rate_checkpoints(root: Path, journal: Journal, best_by: BestBy) -> list[RatedCheckpoint]:
+def rate_checkpoints(root: Path, journal: Journal, best_by: BestBy | None) -> list[RatedCheckpoint]:
     """The checkpoints on disk, oldest first. Reads the whole journal, so not on the event loop."""
     found = find_checkpoints(root)
     rewards = {by: journal.rewards_by_version(by) for by in BestBy}
-    best = best_step([one.step for one in found], rewards[best_by])
+    steps = [one.step for one in found]
+    if best_by is None:
+        best_by = BestBy.EVALUATION if any(step in rewards[BestBy.EVALUATION] for step in steps) else BestBy.REWARD
+    best = best_step(steps, rewards[best_by])
     return [
         RatedCheckpoint(
             checkpoint=one,
@@ -50,11 +53,9 @@ def rate_checkpoints(root: Path, journal: Journal, best_by: BestBy) -> list[Rate
     ]
 
 
-def best_checkpoint(root: Path, journal: Journal, best_by: BestBy) -> Checkpoint | None:
+def best_checkpoint(root: Path, journal: Journal, best_by: BestBy | None) -> Checkpoint | None:
     """The best checkpoint on disk, or None where none has a reward; not on the event loop."""
-    found = {one.step: one for one in find_checkpoints(root)}
-    best = best_step(found, journal.rewards_by_version(best_by))
-    return None if best is None else found[best]
+    return next((one.checkpoint for one in rate_checkpoints(root, journal, best_by) if one.is_best), None)
 
 
 def export_checkpoint(checkpoint: Checkpoint, policy: str, target: Path) -> None:

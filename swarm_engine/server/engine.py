@@ -470,6 +470,8 @@ class Engine:
             episodes = await asyncio.to_thread(self._read_batch, record, loaded.config.trainer, loaded.policies)
         elif taught is not None:
             episodes = tuple(with_teacher(episode, taught) for episode in episodes)
+        if step == 1:
+            await self._save_start(loaded)
         updated = await loaded.link.update(Update(record, episodes))
         loaded.step = step
         self._open_batches(loaded, taken=step)
@@ -520,6 +522,12 @@ class Engine:
         self.journal.append(EventWrite.of("checkpoint", step=saved.step, path=saved.path, error=saved.error))
         return saved
 
+    async def _save_start(self, loaded: Loaded) -> None:
+        """Write a checkpoint of the start weights where they were evaluated: they may turn out to be the best."""
+        evaluated = await asyncio.to_thread(self.journal.rewards_by_version, BestBy.EVALUATION)
+        if 0 in evaluated and not find_checkpoints(self._checkpoint_dir):
+            await self._save(loaded.link)
+
     async def checkpoint(self) -> Saved:
         """Write a checkpoint of the weights as they are.
 
@@ -543,7 +551,7 @@ class Engine:
         ]
 
     @property
-    def _best_by(self) -> BestBy:
+    def _best_by(self) -> BestBy | None:
         return (self._config or EngineConfig()).trainer.best_by
 
     async def export(self, request: ExportRequest) -> Saved:

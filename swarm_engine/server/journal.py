@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -479,7 +479,8 @@ class Journal:
     def rewards_by_version(self, by: BestBy) -> dict[int, float]:
         """Mean reward, over episodes and agents, that each version of the weights earned; for a thread.
 
-        Agents that spoke through frozen policies are left out.
+        Agents that spoke through frozen policies are left out. Of evaluations of several kinds, by their tags less
+        `label`, those count that most versions have: greedy play and sampling earn different rewards.
         """
         match by:
             case BestBy.REWARD:  # an update's batch was sampled by the weights before it, less how old its tokens are
@@ -491,13 +492,20 @@ class Journal:
                 )
             case BestBy.EVALUATION:
                 sql = (
-                    "SELECT json_extract(payload, '$.policy_version') AS version, avg(rewards.value)"
+                    "SELECT json_extract(payload, '$.policy_version') AS version, avg(rewards.value),"
+                    # Before, during and after a training the same is played.
+                    " json_remove(json_extract(payload, '$.tags'), '$.label') AS tags"
                     " FROM events, json_each(payload, '$.rewards') AS rewards"
                     " WHERE kind = 'episode' AND json_extract(payload, '$.mode') = 'eval'"
                     " AND json_extract(payload, '$.outcome') <> 'env_error' AND NOT EXISTS"
                     " (SELECT 1 FROM json_each(payload, '$.frozen_agents') AS frozen WHERE frozen.value = rewards.key)"
-                    " GROUP BY version"
+                    " GROUP BY version, tags"
                 )
+                found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+                for version, reward, tags in self._read(sql):
+                    if reward is not None:
+                        found[str(tags)][int(version)] = float(reward)
+                return max(found.values(), key=len, default={})
             case _:
                 assert_never(by)
         return {int(version): float(reward) for version, reward in self._read(sql) if reward is not None}
