@@ -23,6 +23,7 @@ from project_runs import Trained, TrainingError, interval_of, train
 from rows import Row, show, show_promises, write_rows
 
 from experiments_db.intervals import Interval, t_interval
+from swarm_engine.config import ModelKind
 from swarm_engine.models import resolve
 from swarm_engine.models.loading import load_policy, save_policy
 from swarm_engine.trainer.cloning import ClonedText, Recipe, clone, encode
@@ -133,7 +134,8 @@ def warm_up_samples(spec: ProjectSpec) -> list[ClonedText]:
 def clone_on(spec: ProjectSpec, data: Sequence[ClonedText], seed: int, folder: Path) -> None:
     """Clone for as many updates as the training makes, from the shipped start weights, and save what comes out."""
     policy = load_policy(resolve(library.load(spec.template).start_weights, NOWHERE))
-    trainer = spec.config.trainer
+    trainer = spec.config.trainer.resolved(ModelKind.EMBEDDED, has_lora=False)
+    assert trainer.learning_rate is not None
     recipe = Recipe(
         num_updates=spec.training.updates,
         batch_size=trainer.group_size * trainer.tasks_per_update,

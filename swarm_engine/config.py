@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Self, assert_never
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -132,6 +133,15 @@ class History(StrEnum):
     """The recorded ids, whatever the template takes out of history."""
 
 
+class ModelKind(StrEnum):
+    """Whose weights a policy began with."""
+
+    EMBEDDED = "embedded"
+    """The small model that ships here, or one of its architecture and vocabulary: warmed up for other rules, say."""
+    PUBLISHED = "published"
+    """Any other."""
+
+
 class SamplerConfig(Frozen):
     """How replies are sampled."""
 
@@ -233,6 +243,19 @@ WEIGHT_BOUNDS: Mapping[OffPolicy, Mapping[str, float]] = {
 """The bounds that each correction reads, and its own values of them."""
 
 
+EMBEDDED_RATE, PUBLISHED_RATE, PUBLISHED_LORA_RATE = 1e-3, 1e-6, 1e-5
+"""Own values of `learning_rate`, by what is trained. The embedded model's is the one that benchmarks/learning.py
+verifies, of its branches too; the others are those of TRL's guide to reinforcement learning with and without LoRA,
+after Schulman et al. 2025 (LoRA without regret): ten times as much for branches. At the embedded model's rate one
+update destroys a published model."""
+EMBEDDED_EPISODES = 64
+"""Episodes per update that the embedded model's rate is for. Adam's steps are as long whatever the batch, so the noise
+in them grows with the root of a smaller one, and the rate falls with it (Malladi et al. 2022, arXiv:2205.10287)."""
+EMBEDDED_WARMUP = 5
+"""Own value of `warmup_updates` for the embedded model; 0 for any other, as public trainers have it. Adam's first step
+moves every weight by the whole rate, noise or not: its moments are the one gradient that it has seen."""
+
+
 MAX_COUNT = 10**9
 """Tokens or updates that any knob may name; far more than this has no float to be divided by."""
 MAX_WEIGHT = 1e3
@@ -250,7 +273,9 @@ class TrainerConfig(Frozen):
     """Episodes per task. Advantages are relative, so one alone teaches nothing."""
     tasks_per_update: int = Field(8, ge=1, le=4096)
     """Complete groups per update; times `group_size` it is the episodes per update."""
-    learning_rate: float = Field(1e-3, gt=0, le=1)
+    learning_rate: float | None = Field(None, gt=0, le=1)
+    """None takes what fits the kind of model that is trained, see `EMBEDDED_RATE`; in a run folder that was used, what
+    it was begun with."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0, le=1e6)
@@ -304,8 +329,9 @@ class TrainerConfig(Frozen):
     checkpoint_required: bool = False
     """Whether a checkpoint that can't be written fails the engine. Without one training goes on, and the status says
     so: nothing is lost, but the next start has more to train again."""
-    warmup_updates: int = Field(0, ge=0, le=MAX_COUNT)
-    """Updates over which the learning rate rises in a line; the first after them has all of it."""
+    warmup_updates: int | None = Field(None, ge=0, le=MAX_COUNT)
+    """Updates over which the learning rate rises in a line; the first after them has all of it. None is as for
+    `learning_rate`."""
     lr_schedule: Schedule = Schedule.CONSTANT
     total_updates: int = Field(1000, ge=1, le=MAX_COUNT)
     """The last update of a schedule that falls; after it the rate is zero and updates change nothing. `constant` does
@@ -315,6 +341,34 @@ class TrainerConfig(Frozen):
     def is_asynchronous(self) -> bool:
         """Whether sampling goes on while an update runs."""
         return bool(self.max_staleness)
+
+    def resolved(self, kind: ModelKind, *, has_lora: bool) -> Self:
+        """The same with a learning rate and a warmup, where none is named those of a model's kind.
+
+        Args:
+            has_lora: branches beside the model are trained, not the model.
+        """
+        match kind:
+            case ModelKind.EMBEDDED:
+                share = min(1.0, self.group_size * self.tasks_per_update / EMBEDDED_EPISODES)
+                rate, warmup = EMBEDDED_RATE * math.sqrt(share), EMBEDDED_WARMUP
+            case ModelKind.PUBLISHED:
+                rate, warmup = PUBLISHED_LORA_RATE if has_lora else PUBLISHED_RATE, 0
+            case _:
+                assert_never(kind)
+        if self.lr_schedule is not Schedule.CONSTANT:
+            warmup = min(warmup, self.total_updates - 1)
+        return self.model_copy(
+            update={
+                "learning_rate": rate if self.learning_rate is None else self.learning_rate,
+                "warmup_updates": warmup if self.warmup_updates is None else self.warmup_updates,
+            }
+        )
+
+    def going_on_from(self, begun: TrainerConfig) -> Self:
+        """The same where nothing is named with what a run was begun with."""
+        names = (name for name in RESOLVED if getattr(self, name) is None)
+        return self.model_copy(update={name: getattr(begun, name) for name in names})
 
     @property
     def knobs(self) -> Knobs:
@@ -329,7 +383,7 @@ class TrainerConfig(Frozen):
 
     @model_validator(mode="after")
     def _a_schedule_has_room_to_fall(self) -> Self:
-        if self.lr_schedule is not Schedule.CONSTANT and self.warmup_updates >= self.total_updates:
+        if self.lr_schedule is not Schedule.CONSTANT and (self.warmup_updates or 0) >= self.total_updates:
             raise ValueError(
                 f"trainer.warmup_updates is {self.warmup_updates} and trainer.total_updates is {self.total_updates}, "
                 f"so lr_schedule {self.lr_schedule} would be at zero where the warmup ends; lower warmup_updates or "
@@ -339,9 +393,10 @@ class TrainerConfig(Frozen):
 
     @model_validator(mode="after")
     def _decay_leaves_something(self) -> Self:
-        if (taken := self.learning_rate * self.weight_decay) >= 1:
+        rate = self.learning_rate or EMBEDDED_RATE  # the largest of those that a model's kind may bring
+        if (taken := rate * self.weight_decay) >= 1:
             raise ValueError(
-                f"trainer.weight_decay is {self.weight_decay:g} and trainer.learning_rate is {self.learning_rate:g}: "
+                f"trainer.weight_decay is {self.weight_decay:g} and trainer.learning_rate is {rate:g}: "
                 f"every step would take {taken:g} times a weight off it, and the limit is below 1; lower one of them"
             )
         return self
@@ -388,6 +443,9 @@ class TrainerConfig(Frozen):
         readers = [str(algorithm) for algorithm, own in OWN_VALUES.items() if _ENABLED_BY.get(name, name) in own]
         return f"algorithm {self.algorithm} does not read it; it belongs to {', '.join(readers)}"
 
+
+RESOLVED = ("learning_rate", "warmup_updates")
+"""Fields of the trainer whose own value depends on what is trained."""
 
 _ENABLED_BY: Mapping[str, str] = {
     "overlong_margin": "overlong_limit",

@@ -174,6 +174,8 @@ class HostedPolicy:
             end_ids=self.policy.end_ids,
             max_context=self.policy.max_context,
             start_weights=self.policy.start_weights,
+            learning_rate=self.trainer.config.learning_rate if self.trainer else None,
+            warmup_updates=self.trainer.config.warmup_updates if self.trainer else None,
         )
 
     def train(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:

@@ -61,6 +61,9 @@ class PolicyReady:
     """Tokens of prompt and reply together."""
     start_weights: tuple[StartWeights, ...] = ()
     """The model's, then the adapter's where it goes on from one; empty where nobody looked."""
+    learning_rate: float | None = None
+    """That it is trained with after its warmup; None where it is frozen, or nobody looked."""
+    warmup_updates: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

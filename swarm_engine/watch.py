@@ -40,7 +40,8 @@ def status_lines(status: Status) -> list[str]:
     if status.state in (EngineState.OFFLINE, EngineState.FAILED):
         lines.append("          start it with `swarm start`")
     for name, policy in status.policies.items():
-        lines.append(f"policy    {name} at version {policy.version}" + ("" if policy.trainable else ", frozen"))
+        rate = "" if policy.learning_rate is None else f", learning rate {policy.learning_rate:g}"
+        lines.append(f"policy    {name} at version {policy.version}" + (rate if policy.trainable else ", frozen"))
     if status.update:
         lines.append(f"update    step {status.update['step']}, {status.update['seconds']:.1f} s so far")
     if status.save_error:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from swarm_engine.client import AsyncSwarmClient, EpisodeResult, SwarmError, SwarmUnavailableError, Task
-from swarm_engine.config import EngineConfig
+from swarm_engine.config import RESOLVED, EngineConfig
 from swarm_engine.types import EngineState, Mode
 from vibe.embedded import Swarm
 from vibe.errors import GameError, UsageError
@@ -104,6 +104,16 @@ class Progress:
         return {task_id: count for task_id, count in wanted.items() if count > 0}
 
 
+def is_same(served: Mapping[str, Any] | None, config: EngineConfig) -> bool:
+    """Whether an engine was started with a config; what the config leaves open may be named there."""
+    if served is None:
+        return False
+    own = config.model_dump(mode="json")
+    trainer = served.get("trainer", {})
+    own["trainer"] |= {name: trainer.get(name) for name in RESOLVED if own["trainer"][name] is None}
+    return served == own
+
+
 class LiveSwarm:
     """One engine that runs, through the operator's client."""
 
@@ -138,7 +148,7 @@ class LiveSwarm:
             await self._boot()
         else:
             await self._catch_up()
-            if self.progress.config != self.config.model_dump(mode="json"):
+            if not is_same(self.progress.config, self.config):
                 raise UsageError(
                     f"the swarm at {self.swarm.url} is {state} with other settings; "
                     "stop its engine, or name another swarm"

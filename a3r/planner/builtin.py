@@ -6,7 +6,7 @@ import re
 
 from a3r.planner.catalogue import Catalogue, Game, Knob
 from a3r.prereg.plan import Level
-from swarm_engine.config import TrainerConfig
+from swarm_engine.config import ModelKind, TrainerConfig
 from vibe import library
 from vibe.library import KnobKind, Template
 from vibe.project import Training
@@ -26,7 +26,9 @@ def _game(template: Template, templates: list[Template]) -> Game:
     words = [word for word, weight in template.keywords.items() if weight >= TELLING and word not in elsewhere]
     names = {_plain(word) for word in (template.name, template.title, *words)}
     rewards = template.module("rewards")
-    trainer = {f"trainer.{name}": value for name, value in TrainerConfig().model_dump(mode="json").items()}
+    # What the engine would take by itself is written down, for a locked plan says what its runs are trained with.
+    resolved = TrainerConfig().resolved(ModelKind.EMBEDDED, has_lora=False)
+    trainer = {f"trainer.{name}": value for name, value in resolved.model_dump(mode="json").items()}
     training = {f"training.{name}": value for name, value in Training().model_dump(mode="json").items()}
     return Game(
         name=template.name,

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from a3r.errors import QuestionError
 from a3r.prereg.plan import Level
-from swarm_engine.config import TrainerConfig
+from swarm_engine.config import RESOLVED, ModelKind, TrainerConfig
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "group_size": (
@@ -162,8 +162,9 @@ UNVARIED = frozenset({"teacher_weight"})
 def trainer_knobs() -> tuple[Knob, ...]:
     """Every numeric or enumerated field of the trainer's config that has more than one value and a default, which a
     knob that the default algorithm does not read has not."""
-    config = TrainerConfig()
+    config = TrainerConfig().resolved(ModelKind.EMBEDDED, has_lora=False)
     own = {name: value for name, value in asdict(config.knobs).items() if value is not None}
+    own |= {name: getattr(config, name) for name in RESOLVED}
     known = {name: info for name, info in TrainerConfig.model_fields.items() if name not in UNVARIED}
     found = (_knob(name, info, own.get(name, info.default)) for name, info in known.items())
     return tuple(knob for knob in found if knob is not None)

@@ -51,6 +51,8 @@ class PolicyStatus:
 
     version: int
     trainable: bool
+    learning_rate: float | None = None
+    """That it is trained with after its warmup; None where it is frozen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +334,7 @@ def _number(value: Any, what: str, way_out: str) -> float:
 def read_status(answer: Mapping[str, Any]) -> Status:
     """A server's status."""
     policies = {
-        name: PolicyStatus(version=policy["version"], trainable=policy["trainable"])
+        name: PolicyStatus(policy["version"], policy["trainable"], policy.get("learning_rate"))
         for name, policy in answer["policies"].items()
     }
     pool = answer["pool"]

@@ -388,6 +388,11 @@ class Decoder(nn.Module):
             for branch in block.branches():
                 yield f"model.layers.{index}", branch
 
+    @property
+    def has_branches(self) -> bool:
+        """Whether any matrix has one."""
+        return any(True for _ in self.named_branches())
+
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name with what its branch adds; one without a branch as a view."""
         added: dict[str, Tensor] = {}

@@ -5,6 +5,7 @@ Safetensors only; no code from a checkpoint ever runs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -20,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swarm_engine.config import LoraConfig
+from swarm_engine.config import LoraConfig, ModelKind
 from swarm_engine.errors import ModelError, shown
 from swarm_engine.folders import describe
+from swarm_engine.models import NANO_DIR
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
 from swarm_engine.protocol import StartWeights
@@ -94,6 +96,16 @@ def load_policy(path: Path | str, dtype: torch.dtype = torch.float32, device: to
     with _naming(path):
         model.load_weights(read_tensors(path))
     return LoadedPolicy(model.to(device), config_json, folder, end_ids)
+
+
+def kind_of(config: DecoderConfig) -> ModelKind:
+    """Whose model has these shapes: a copy of the embedded one, however it was trained on, has them all."""
+    return ModelKind.EMBEDDED if config == _embedded() else ModelKind.PUBLISHED
+
+
+@functools.cache
+def _embedded() -> DecoderConfig:
+    return DecoderConfig.from_json(read_json(NANO_DIR / "config.json"))
 
 
 def adapt(base: LoadedPolicy, name: str, base_sha256: str, lora: LoraConfig, seed: int) -> LoadedPolicy:

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm_engine.config import BestBy, EngineConfig, Merge, TrainerConfig
+from swarm_engine.config import RESOLVED, BestBy, EngineConfig, Merge, TrainerConfig
 from swarm_engine.errors import (
     BadRequestError,
     CheckpointError,
@@ -199,7 +199,9 @@ class Engine:
             ) from error
         if config is None:
             return stored
-        now, then = _fixed_part(config), _fixed_part(stored)
+        known = self._known_policies()
+        config = config.model_copy(update={"trainer": config.trainer.going_on_from(stored.trainer)})
+        now, then = _fixed_part(config, known), _fixed_part(stored, known)
         if now != then:
             changed = ", ".join(sorted(name for name in now if now[name] != then[name]))
             raise ConflictError(
@@ -331,8 +333,16 @@ class Engine:
             for name, policy in policies.items():
                 if name in known:
                     _check_start_weights(known[name], policy.ready)
+                    _check_own_values(known[name], policy.ready)
         known |= {name: policy.ready for name, policy in policies.items()}
-        self.journal.append(MetaWrite("policies", policies_ready.dump_json(known).decode()))
+        trained = {
+            name: {field: getattr(policy.ready, field) for field in RESOLVED}
+            for name, policy in policies.items()
+            if policy.ready.trainable
+        }
+        self.journal.append(
+            MetaWrite("policies", policies_ready.dump_json(known).decode()), EventWrite.of("trained", policies=trained)
+        )
         teacher = None
         if config.teacher is not None:
             teacher = Teacher(config.teacher)
@@ -460,6 +470,8 @@ class Engine:
         step = loaded.step + 1
         self._update_started = time.monotonic()
         record = BatchRecord(step, loaded.pool.batch(), derive_seed(loaded.config.seed, "batch", step))
+        if step == 1:
+            await self._save_start(loaded)
         episodes = self.roster.take(record)
         announced = EventWrite.of("batch", step=step, episode_ids=record.episode_ids, seed=record.seed)
         taught = await loaded.teacher.judge(episodes) if loaded.teacher else None
@@ -470,8 +482,6 @@ class Engine:
             episodes = await asyncio.to_thread(self._read_batch, record, loaded.config.trainer, loaded.policies)
         elif taught is not None:
             episodes = tuple(with_teacher(episode, taught) for episode in episodes)
-        if step == 1:
-            await self._save_start(loaded)
         updated = await loaded.link.update(Update(record, episodes))
         loaded.step = step
         self._open_batches(loaded, taken=step)
@@ -512,6 +522,12 @@ class Engine:
         if loaded.config.trainer.checkpoint_required:
             _written(saved)
 
+    async def _save_start(self, loaded: Loaded) -> None:
+        """Write a checkpoint of the start weights where they were evaluated: they may turn out to be the best."""
+        evaluated = await asyncio.to_thread(self.journal.rewards_by_version, BestBy.EVALUATION)
+        if 0 in evaluated and not find_checkpoints(self._checkpoint_dir):
+            await self._save(loaded.link)
+
     async def _save(self, link: WorkerLink) -> Saved:
         async with self._folders:
             best = await asyncio.to_thread(best_checkpoint, self._checkpoint_dir, self.journal, self._best_by)
@@ -521,12 +537,6 @@ class Engine:
             self._saved_step = saved.step
         self.journal.append(EventWrite.of("checkpoint", step=saved.step, path=saved.path, error=saved.error))
         return saved
-
-    async def _save_start(self, loaded: Loaded) -> None:
-        """Write a checkpoint of the start weights where they were evaluated: they may turn out to be the best."""
-        evaluated = await asyncio.to_thread(self.journal.rewards_by_version, BestBy.EVALUATION)
-        if 0 in evaluated and not find_checkpoints(self._checkpoint_dir):
-            await self._save(loaded.link)
 
     async def checkpoint(self) -> Saved:
         """Write a checkpoint of the weights as they are.
@@ -693,11 +703,22 @@ def _continued(record: EpisodeRecord, policies: Mapping[str, ServedPolicy], *, i
     return replace(record.episode, calls=tuple(calls[call.call_id] for call in record.episode.calls))
 
 
-def _fixed_part(config: EngineConfig) -> dict[str, Any]:
-    """What may not change in a run folder that is not untouched."""
+def _fixed_part(config: EngineConfig, known: Mapping[str, PolicyReady]) -> dict[str, Any]:
+    """What may not change in a run folder that is not untouched.
+
+    Args:
+        known: the policies as they were last, whose kind says what a config leaves open.
+    """
     fields: dict[str, Any] = {"seed": config.seed}
     fields["policies"] = {name: policy.model_dump() for name, policy in config.policies.items()}
     trainer = config.trainer.model_dump(exclude=CHANGEABLE_TRAINER_FIELDS)
+    for name in RESOLVED:
+        named = trainer[name]
+        trainer[name] = {
+            policy: getattr(ready, name) if named is None else named
+            for policy, ready in known.items()
+            if ready.trainable
+        }
     return fields | {f"trainer.{name}": value for name, value in trainer.items()}
 
 
@@ -715,3 +736,19 @@ def _check_start_weights(before: PolicyReady, now: PolicyReady) -> None:
             f"policy {now.name!r} began with other weights than {changed[0].path} holds now",
             "the run folder's batches are trained again from those: put them back, or use a new run folder",
         )
+
+
+def _check_own_values(before: PolicyReady, now: PolicyReady) -> None:
+    """Compare what a policy is trained with to what it was trained with when the run folder was started last.
+
+    Raises:
+        ModelError: the config names neither, and own values are others in this version.
+    """
+    for name in RESOLVED:
+        then, value = getattr(before, name), getattr(now, name)
+        if then is not None and value is not None and value != then:
+            raise ModelError(
+                f"policy {now.name!r} was trained with trainer.{name} {then:g}, and this version's own value is "
+                f"{value:g}",
+                f"name it: trainer.{name}: {then:g}",
+            )

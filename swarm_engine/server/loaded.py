@@ -61,10 +61,14 @@ class Loaded:
             )
         return {name: policy for name, policy in self.policies.items() if name in names or not names}
 
-    def versions(self) -> dict[str, dict[str, int | bool]]:
+    def versions(self) -> dict[str, dict[str, int | bool | float | None]]:
         """Every policy as the status shows it."""
         return {
-            name: {"version": self.version(policy), "trainable": policy.ready.trainable}
+            name: {
+                "version": self.version(policy),
+                "trainable": policy.ready.trainable,
+                "learning_rate": policy.ready.learning_rate,
+            }
             for name, policy in self.policies.items()
         }
 

@@ -13,7 +13,12 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
 
     Skipped updates count too, for the step numbers batches. A schedule that falls is at zero from the update after
     `total_updates` on.
+
+    Args:
+        config: resolved, see `TrainerConfig.resolved`.
     """
+    assert config.learning_rate is not None
+    assert config.warmup_updates is not None
     if step <= config.warmup_updates:
         return config.learning_rate * step / (config.warmup_updates + 1)
     if config.lr_schedule is Schedule.CONSTANT:

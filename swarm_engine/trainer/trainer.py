@@ -29,6 +29,7 @@ from torch import Tensor
 from swarm_engine.config import Merge, OffPolicy, TrainerConfig
 from swarm_engine.merger.trie import count_places
 from swarm_engine.models.decoder import Decoder
+from swarm_engine.models.loading import kind_of
 from swarm_engine.protocol import Updated
 from swarm_engine.trainer.adamw import AdamWConfig
 from swarm_engine.trainer.algorithms import METHODS
@@ -97,6 +98,8 @@ class Trainer:
     def __init__(self, model: Decoder, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Alone()
         self.model = model
+        config = config.resolved(kind_of(model.config), has_lora=model.has_branches)
+        assert config.learning_rate is not None
         self.config = config
         self.knobs = config.knobs
         self.method = METHODS[config.algorithm]

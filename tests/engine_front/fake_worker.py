@@ -159,6 +159,8 @@ class Fake:
                 str(folder),
                 (END_ID,),
                 self.knobs.max_context,
+                learning_rate=message.config["trainer"]["learning_rate"] or 1e-6,
+                warmup_updates=message.config["trainer"]["warmup_updates"] or 0,
             )
             for name, one in message.config["policies"].items()
         ]

@@ -203,6 +203,35 @@ def test_a_config_that_would_break_the_replay_is_refused_in_a_folder_with_episod
         assert client.start(relaxed, wait=True).pool.episodes == 2
 
 
+def test_what_a_config_leaves_open_is_compared_by_what_the_run_was_begun_with(serving: Callable[..., Served]) -> None:
+    def config(**trainer: Any) -> dict[str, Any]:
+        return {**SMALL, "trainer": {**SMALL["trainer"], **trainer}}  # type: ignore[dict-item]
+
+    with serving().client() as client:
+        assert client.start(config(), wait=True).policies["policy"].learning_rate == 1e-6
+        play(client, "a")
+        client.stop()
+        trained = [event.payload["policies"] for event in client.events(follow=False) if event.kind == "trained"]
+        assert trained == [{"policy": {"learning_rate": 1e-6, "warmup_updates": 0}}]
+        with pytest.raises(SwarmRequestError, match=r"; trainer.learning_rate can't change"):
+            client.start(config(learning_rate=1e-3))
+        with pytest.raises(SwarmRequestError, match=r"; trainer.warmup_updates can't change"):
+            client.start(config(warmup_updates=5))
+        client.start(config(learning_rate=1e-6, warmup_updates=0), wait=True)
+        client.stop()
+
+
+def test_a_run_whose_config_named_every_value_goes_on_with_these(serving: Callable[..., Served]) -> None:
+    old = {**SMALL["trainer"], "learning_rate": 1e-3, "warmup_updates": 0}  # type: ignore[dict-item]
+    with serving().client() as client:
+        client.start({**SMALL, "trainer": old}, wait=True)
+        play(client, "a")
+        client.stop()
+        assert client.start(SMALL, wait=True).policies["policy"].learning_rate == 1e-3
+        *_, config = (event.payload["config"] for event in client.events(follow=False) if event.kind == "config")
+        assert (config["trainer"]["learning_rate"], config["trainer"]["warmup_updates"]) == (1e-3, 0)
+
+
 def test_an_engine_that_runs_can_not_be_started(serving: Callable[..., Served]) -> None:
     with serving().client() as client:
         client.start(SMALL, wait=True)

@@ -96,7 +96,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(
 
 def test_the_learning_rate_does_not_jump_at_a_restart(tiny_dir: Path, tmp_path: Path) -> None:
     """B105: a linear decay over 100 updates, saved at 10, stands at position 10 in update 11."""
-    config = TrainerConfig(lr_schedule=Schedule.LINEAR, total_updates=100)
+    config = TrainerConfig(learning_rate=1e-3, lr_schedule=Schedule.LINEAR, total_updates=100)
     policy = load_policy(tiny_dir)
     trainer = Trainer(policy.model, config)
     train(trainer, *range(1, 11))
@@ -108,7 +108,7 @@ def test_the_learning_rate_does_not_jump_at_a_restart(tiny_dir: Path, tmp_path: 
 
 def test_schedules_by_hand() -> None:
     def rates(*steps: int, **config: object) -> list[float]:
-        made = TrainerConfig.model_validate({"learning_rate": 0.8, **config})
+        made = TrainerConfig.model_validate({"learning_rate": 0.8, "warmup_updates": 0, **config})
         return [learning_rate(made, step) for step in steps]
 
     assert rates(1, 5, 10_000) == [0.8, 0.8, 0.8]

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments_db import queries
-from swarm_engine.config import Aggregation, Algorithm, Merge, TrainerConfig
+from swarm_engine.config import Aggregation, Algorithm, LoraConfig, Merge, TrainerConfig
+from swarm_engine.models import resolve
 from swarm_engine.models.decoder import Decoder, attend_causally
-from swarm_engine.models.loading import LoadedPolicy
+from swarm_engine.models.loading import LoadedPolicy, adapt, load_policy, save_policy
 from swarm_engine.protocol import Updated
 from swarm_engine.trainer.adamw import AdamW, AdamWConfig
 from swarm_engine.trainer.advantages import group_advantages
@@ -262,6 +264,35 @@ def test_one_token_far_from_the_start_weights_leaves_an_update_to_the_others(tin
     assert metrics["grad_norm"]
 
 
+@pytest.mark.parametrize(
+    ("config", "rate", "warmup"),
+    [
+        ({}, 1e-3, 5),
+        # 32 episodes in place of 64: the rate falls by the root of two.
+        ({"group_size": 4}, 1e-3 / math.sqrt(2), 5),
+        ({"tasks_per_update": 32}, 1e-3, 5),
+        ({"learning_rate": 0.5, "warmup_updates": 0}, 0.5, 0),
+        ({"lr_schedule": "linear", "total_updates": 3}, 1e-3, 2),
+    ],
+)
+def test_the_embedded_model_and_its_copies_have_a_rate_of_their_own(
+    config: dict[str, Any], rate: float, warmup: int, tmp_path: Path
+) -> None:
+    policy = load_policy(resolve("nano-nim", tmp_path))
+    save_policy(policy, tmp_path)
+    for one in (policy, load_policy(tmp_path), adapt(policy, "nano-nim", "", LoraConfig(), 0)):
+        found = Trainer(one.model, TrainerConfig.model_validate(config)).config
+        assert found.learning_rate == pytest.approx(rate)
+        assert found.warmup_updates == warmup
+
+
+def test_any_other_model_is_trained_as_slowly_as_public_trainers_do(tiny: LoadedPolicy) -> None:
+    branches = adapt(tiny, "tiny", "", LoraConfig(), 0)
+    for policy, rate in ((tiny, 1e-6), (branches, 1e-5)):
+        config = Trainer(policy.model, TrainerConfig(group_size=2)).config
+        assert (config.learning_rate, config.warmup_updates) == (rate, 0)
+
+
 def test_entropy_with_an_impossible_token_is_finite_and_so_is_its_gradient() -> None:
     """B058, where a logit is -inf."""
     logits = torch.tensor([[0.0, -math.inf], [0.0, 0.0]], requires_grad=True)
@@ -390,7 +421,7 @@ def test_what_an_update_moves_is_not_what_sampler_and_trainer_differ_by(tiny: Lo
 @pytest.mark.parametrize("algorithm", Algorithm)
 def test_updates_raise_the_probability_of_what_was_rewarded(tiny: LoadedPolicy, algorithm: Algorithm) -> None:
     batch = [episode(f"e{index}", [call([5, 6], [7 + index % 2])], float(index % 2)) for index in range(8)]
-    trainer = Trainer(tiny.model, TrainerConfig(algorithm=algorithm))
+    trainer = Trainer(tiny.model, TrainerConfig(algorithm=algorithm, learning_rate=1e-3))
     good, bad = Row((5, 6, 8), (2,), (1.0,)), Row((5, 6, 7), (2,), (1.0,))
     with torch.no_grad():
         before = score(tiny.model, [good, bad]).logprobs_N

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from a3r.planner.catalogue import Catalogue, Game, Knob
-from swarm_engine.config import TrainerConfig
+from swarm_engine.config import ModelKind, TrainerConfig
 
-SETTINGS = {f"trainer.{name}": value for name, value in TrainerConfig().model_dump(mode="json").items()} | {
+OWN_VALUES = TrainerConfig().resolved(ModelKind.EMBEDDED, has_lora=False)
+SETTINGS = {f"trainer.{name}": value for name, value in OWN_VALUES.model_dump(mode="json").items()} | {
     "training.updates": 40,
     "training.eval_every": 10,
     "training.eval_games": 150,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from swarm_engine.client import Task
+from swarm_engine.config import EngineConfig, TrainerConfig
 from swarm_engine.types import EngineState
-from vibe.live import Progress
+from vibe.live import Progress, is_same
 
 TASKS = [Task("a"), Task("b")]
 
@@ -21,6 +22,16 @@ def after(*events: tuple[str, dict[str, object]]) -> Progress:
     for seq, (kind, payload) in enumerate(events, 1):
         progress.apply(seq, kind, payload)
     return progress
+
+
+def test_an_engine_that_names_what_the_config_leaves_open_is_the_same() -> None:
+    named = TrainerConfig(learning_rate=1e-3, warmup_updates=0)
+    served = EngineConfig(trainer=named).model_dump(mode="json")
+    assert is_same(served, EngineConfig())
+    assert is_same(served, EngineConfig(trainer=named))
+    assert not is_same(served, EngineConfig(trainer=TrainerConfig(learning_rate=1e-2)))
+    assert not is_same(served, EngineConfig(seed=1))
+    assert not is_same(None, EngineConfig())
 
 
 def test_a_new_batch_lacks_every_episode() -> None:
