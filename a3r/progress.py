@@ -50,6 +50,8 @@ class Place:
     """Of the last evaluation at temperature 1."""
     text: str = ""
     """The last thing it said in words."""
+    warnings: tuple[str, ...] = ()
+    """What its last update warned of, by kind."""
 
     @property
     def share(self) -> float:
@@ -62,6 +64,7 @@ class Place:
             case "step":
                 self.step, self.updates = int(event["step"]), int(event.get("updates", self.updates))
                 self.reward = event.get("metrics", {}).get("reward_mean")
+                self.warnings = tuple(str(one["kind"]).replace("_", " ") for one in event.get("health", ()))
             case "evaluation" if event.get("temperature") == 1:
                 self.held_out = event.get("mean")
             case "phase":
@@ -201,6 +204,14 @@ class PlainReporter:
         """Print it; a line is a line, however narrow the terminal is taken to be."""
         self.console.print(what, soft_wrap=isinstance(what, Text))
 
+    def read(self, runs: Sequence[RunView], statuses: Mapping[str, JobStatus]) -> None:
+        """Take in what the jobs have said since, and show what they warn of."""
+        names = {run.job_key: f"{run.arm} seed {run.seed}" for run in runs}
+        for key, event in self.tails.read(statuses.values()):
+            if event.get("event") == "warning":
+                said = f"  {names.get(key, key)} warns after step {event.get('step')}: {plain(str(event.get('text')))}"
+                self.show(Text(said, style="yellow"))
+
     def jobs(
         self,
         *,
@@ -211,7 +222,7 @@ class PlainReporter:
         statuses: Mapping[str, JobStatus],
     ) -> None:
         """How the jobs stand, now and then."""
-        self.tails.read(statuses.values())
+        self.read(runs, statuses)
         if time.monotonic() - self._last_line < EVERY_S:
             return
         self._last_line = time.monotonic()
@@ -248,7 +259,7 @@ class LiveReporter(PlainReporter):
         statuses: Mapping[str, JobStatus],
     ) -> None:
         """Redraw the panel."""
-        self.tails.read(statuses.values())
+        self.read(runs, statuses)
         if self._live is None:
             self._live = Live(console=self.console, transient=True, refresh_per_second=4)
             self._live.start()
@@ -293,6 +304,7 @@ def jobs_view(
             Text("" if place.reward is None else f"reward {place.reward:.2f}"),
             Text("" if place.held_out is None else f"held-out {place.held_out:.2f}", style="bold"),
             Text(spent, style="dim"),
+            Text(", ".join(place.warnings), style="yellow"),
         )
     left = time_left(plan, stage, every, statuses, places)
     settled, total = _counts(plan, stage, every)

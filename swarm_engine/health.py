@@ -1,8 +1,9 @@
 """What a history of step metrics says is going wrong: each warning with its value, its limit and a way out.
 
 Pure: it reads the metrics of updates, oldest first and each policy by itself, and knows neither the run nor its config.
-Single bad steps happen in healthy runs, so all but numbers that are not finite are judged over the last `WINDOW`
-updates that have the metric, and changes against the same number of them at the start.
+Single bad steps happen in healthy runs, so most ills are judged over the last `WINDOW` updates that have the metric,
+and changes against the same number of them at the start. A collapse can't wait so long: it is over in an update or two,
+so it is judged by the last two against the first, whose episodes the start weights played.
 """
 
 from __future__ import annotations
@@ -17,10 +18,33 @@ from swarm_engine.metrics import by_policy
 
 Metrics = Mapping[str, float | None]
 
+METRICS = (
+    "reward_mean",
+    "reward_std",
+    "reward_min",
+    "entropy",
+    "sampling_entropy",
+    "kl_sampling",
+    "grad_norm",
+    "zero_variance_fraction",
+    "truncated_fraction",
+    "num_calls",
+    "num_trained_tokens",
+    "nonfinite_gradient",
+    "nonfinite_loss",
+)
+"""What is read of an update."""
+
 WINDOW = 5
 """Updates that are judged together."""
 FLAT_WINDOW = 20
-"""Updates after which a reward that has not moved is worth a word."""
+"""Updates after which a reward that does not rise is worth a word."""
+COLLAPSE_WINDOW = 2
+"""Updates that have to agree on a collapse: policies dip for one and come back."""
+STUCK_WINDOW = 8
+"""Updates without anything to learn after which nothing more is expected. Recorded runs came back after up to 4."""
+UPPER_QUANTILE = 2.326
+"""Of the normal distribution, 99% from below: a run is looked at after every update."""
 
 
 class WarningKind(StrEnum):
@@ -33,16 +57,28 @@ class WarningKind(StrEnum):
     GRADIENT_EXPLODES = "gradient_explodes"
     TRUNCATION = "truncation"
     ZERO_VARIANCE = "zero_variance"
+    COLLAPSE = "collapse"
+    STUCK = "stuck"
+    """Nothing can be learned any more: whoever trains should stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """From where on a warning is given. They are rules of thumb; none was fitted to runs."""
+    """From where on a warning is given. They are rules of thumb; benchmarks/health.py says how those of a collapse do
+    on runs that they were not made with."""
 
     entropy_left: float = 0.1
     """Least share of the entropy at the start that may be left."""
-    reward_change: float = 0.1
-    """Least change of the mean reward over `FLAT_WINDOW` updates, in deviations of the rewards inside a batch."""
+    reward_rise: float = 0.25
+    """Least rise of the mean reward over the run that has to be possible, in deviations of the rewards inside a
+    batch."""
+    reward_left: float = 0.15
+    """Least share of the start's height above the lowest reward that may be left."""
+    collapsed_entropy_left: float = 0.15
+    """The same of the start's entropy, where the reward has not risen."""
+    reply_tokens: float = 1.05
+    """Fewest tokens a reply, its end included, where the start's had half as many again and the reward has not
+    risen."""
     kl_sampling: float = 0.1
     """Most nats per token between sampler and trainer."""
     gradient_growth: float = 10.0
@@ -96,6 +132,8 @@ def _warnings_of_one(history: Sequence[Metrics], limits: Limits) -> list[HealthW
         reward_flat,
         truncation,
         zero_variance,
+        collapse,
+        stuck,
     )
     return [warning for check in checks if (warning := check(history, limits)) is not None]
 
@@ -160,23 +198,109 @@ def gradient_explodes(history: Sequence[Metrics], limits: Limits) -> HealthWarni
 
 
 def reward_flat(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None:
-    """Nothing is learned, though rewards differ."""
-    rewards = _values(history, "reward_mean")[-FLAT_WINDOW:]
-    deviation = _median(_values(history, "reward_std")[-FLAT_WINDOW:])
-    first, last = _ends(rewards)
-    if len(rewards) < FLAT_WINDOW or first is None or last is None or not deviation:
+    """Nothing is learned, though rewards differ.
+
+    A line through the means of all updates has a slope and, from their scatter about it, a standard error: the warning
+    is given where even the upper end of the rise is small, not where none can be told. So a noisy run that learns
+    slowly has no warning, and neither has one that has learned and stays where it is.
+    """
+    rewards = _values(history, "reward_mean")
+    deviation = _median(_values(history, "reward_std"))
+    if len(rewards) < FLAT_WINDOW or not deviation:
         return None
-    change = abs(last - first) / deviation
-    if change >= limits.reward_change:
+    rise, error = _rise(rewards)
+    upper = (rise + UPPER_QUANTILE * error) / deviation
+    if upper >= limits.reward_rise:
         return None
     return HealthWarning(
         WarningKind.REWARD_FLAT,
-        change,
-        limits.reward_change,
-        f"the mean reward went from {first:.3g} to {last:.3g} in {FLAT_WINDOW} updates, {change:.2g} of the rewards' "
-        f"deviation, the limit is {limits.reward_change:g}; raise trainer.learning_rate or trainer.group_size, or see "
-        "whether the reward can be earned at all",
+        upper,
+        limits.reward_rise,
+        f"in {len(rewards)} updates the mean reward rose by {rise:.2g}, at most {upper:.2g} of the rewards' deviation, "
+        f"the limit is {limits.reward_rise:g}; raise trainer.learning_rate or trainer.group_size, or see whether the "
+        "reward can be earned at all",
     )
+
+
+def collapse(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None:
+    """The policy has lost what it could do at the start."""
+    recent = history[1:][-COLLAPSE_WINDOW:]
+    if len(recent) < COLLAPSE_WINDOW:
+        return None
+    way_out = (
+        "start again from the start weights or an earlier checkpoint with a lower trainer.learning_rate, a longer "
+        "trainer.warmup_updates or larger batches"
+    )
+    for left, limit, said in (
+        (_reward_left, limits.reward_left, "{:.0%} of the start's height above the lowest reward is left"),
+        (_entropy_left, limits.collapsed_entropy_left, "{:.0%} of the start's entropy is left and no reward was won"),
+        (_reply_tokens, limits.reply_tokens, "a reply has {:.2f} tokens, its end included, and no reward was won"),
+    ):
+        values = [left(history, metrics) for metrics in recent]
+        known = [value for value in values if value is not None]
+        if len(known) == len(recent) and max(known) <= limit:
+            shown = f"{limit:.0%}" if limit < 1 else f"{limit:g}"
+            message = f"the policy has collapsed: {said.format(max(known))}, the limit is {shown}; {way_out}"
+            return HealthWarning(WarningKind.COLLAPSE, max(known), limit, message)
+    return None
+
+
+def stuck(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None:
+    """The policy has collapsed, and for long no group had two different rewards: there is nothing to learn from."""
+    recent = history[-STUCK_WINDOW:]
+    is_flat = all(metrics.get("zero_variance_fraction") == 1 for metrics in recent)
+    if len(recent) < STUCK_WINDOW or not is_flat or (cause := collapse(history, limits)) is None:
+        return None
+    return HealthWarning(
+        WarningKind.STUCK,
+        float(STUCK_WINDOW),
+        float(STUCK_WINDOW - 1),
+        f"nothing can be learned any more: for {STUCK_WINDOW} updates all groups got one reward for all, the limit is "
+        f"{STUCK_WINDOW - 1}, and {cause.message}",
+    )
+
+
+def _reward_left(history: Sequence[Metrics], metrics: Metrics) -> float | None:
+    """Share of the start's height above the lowest reward seen; None where the start stood no higher than its luck."""
+    start, deviation, reward = history[0].get("reward_mean"), history[0].get("reward_std"), metrics.get("reward_mean")
+    lowest = min(_values(history, "reward_min"), default=None)
+    if start is None or deviation is None or reward is None or lowest is None:
+        return None
+    height = start - lowest
+    return (reward - lowest) / height if height > 0 and height >= deviation / 2 else None
+
+
+def _entropy_left(history: Sequence[Metrics], metrics: Metrics) -> float | None:
+    """Share of the start's entropy; None where the reward is above the start's."""
+    start, value = history[0].get("sampling_entropy"), metrics.get("sampling_entropy")
+    return value / start if start and value is not None and not _has_risen(history, metrics) else None
+
+
+def _reply_tokens(history: Sequence[Metrics], metrics: Metrics) -> float | None:
+    """Tokens of a reply; None where the start's had few too, or the reward is above the start's."""
+    start, value = _tokens_per_call(history[0]), _tokens_per_call(metrics)
+    return value if start and value and start >= 1.5 * value and not _has_risen(history, metrics) else None
+
+
+def _tokens_per_call(metrics: Metrics) -> float | None:
+    calls, tokens = metrics.get("num_calls"), metrics.get("num_trained_tokens")
+    return tokens / calls if calls and tokens else None
+
+
+def _has_risen(history: Sequence[Metrics], metrics: Metrics) -> bool:
+    start, reward = history[0].get("reward_mean"), metrics.get("reward_mean")
+    return start is None or reward is None or reward > start
+
+
+def _rise(values: Sequence[float]) -> tuple[float, float]:
+    """What a least-squares line through values rises from the first to the last, and its standard error."""
+    count = len(values)
+    middle, mean = (count - 1) / 2, statistics.fmean(values)
+    spread = math.fsum((place - middle) ** 2 for place in range(count))
+    slope = math.fsum((place - middle) * (value - mean) for place, value in enumerate(values)) / spread
+    residuals = [value - mean - slope * (place - middle) for place, value in enumerate(values)]
+    error = math.sqrt(math.fsum(one * one for one in residuals) / (count - 2) / spread)
+    return slope * (count - 1), error * (count - 1)
 
 
 def truncation(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None:

@@ -46,6 +46,7 @@ Updates = Annotated[int | None, typer.Option(min=0, help="Optimizer updates.")]
 EvalEvery = Annotated[int | None, typer.Option(min=1, help="Updates between evaluations on the held-out games.")]
 EvalGames = Annotated[int | None, typer.Option(min=2, help="Held-out games of an evaluation.")]
 Change = Annotated[list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="e.g. trainer.group_size=4")]
+GoOn = Annotated[bool, typer.Option("--go-on", help="Train on where nothing can be learned any more.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the project's files in a folder that holds others.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON line an event, and the result last.")]
 Swarm = Annotated[str | None, typer.Option(metavar="URL", help="Train on this swarm instead of one of its own.")]
@@ -75,6 +76,7 @@ def train(
     eval_games: EvalGames = None,
     changes: Change = None,
     force: Force = False,
+    go_on: GoOn = False,
     as_json: Json = False,
 ) -> None:
     """Write a project for a game, or take one that is there; train on it and show what was learned."""
@@ -100,6 +102,7 @@ def train(
             token_file=token_file,
             settings=settings | parse_changes(changes or ()),
             force=force,
+            goes_on=go_on,
             as_json=as_json,
         )
     )

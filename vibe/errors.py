@@ -48,6 +48,12 @@ class EditedError(UsageError):
     """The code of a project is no longer what its run was begun with."""
 
 
+class StuckError(VibeError):
+    """The policy has collapsed and nothing can be learned any more, so training ended."""
+
+    exit_code = 4
+
+
 class GameError(VibeError):
     """The games end without anybody being judged, or pay the same whatever is played."""
 

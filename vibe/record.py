@@ -104,6 +104,8 @@ def in_words(event: Event) -> str:
                 f"seed {config['seed']}, {training['updates']} updates of {trainer['tasks_per_update']} games "
                 f"x {trainer['group_size']} attempts, evaluated on {training['eval_games']} held-out games"
             )
+        case "warning":
+            return f"warning after step {event['step']}: {event['text']}"
         case "phase" | "warmup":
             return str(event["text"])
         case "environment":

@@ -27,13 +27,23 @@ from experiments_db.home import home_folder
 from experiments_db.intervals import likelihood_interval
 from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, Task, read_token
 from swarm_engine.config import EngineConfig, PolicyConfig
+from swarm_engine.health import WarningKind
 from swarm_engine.types import Mode, Outcome
 from vibe import library, seeds, warmup
 from vibe.control import Shuffled
 from vibe.dry_play import DryPlay, dry_play
 from vibe.embedded import Swarm, embedded_swarm
 from vibe.envs import Env, EnvHost, RulesError
-from vibe.errors import INTERRUPTED, EnvError, GameError, StoppedError, TooSmallError, UsageError, VibeError
+from vibe.errors import (
+    INTERRUPTED,
+    EnvError,
+    GameError,
+    StoppedError,
+    StuckError,
+    TooSmallError,
+    UsageError,
+    VibeError,
+)
 from vibe.judging import (
     MIN_SHARE_WITH_VARIANCE,
     NUM_PROBE_GROUPS,
@@ -45,7 +55,7 @@ from vibe.judging import (
 )
 from vibe.live import LiveSwarm
 from vibe.project import POLICY, RESULTS_FILE, ProjectSpec, code_of, parse_changes, refuse_if_edited
-from vibe.record import Record
+from vibe.record import Event, Record
 from vibe.run_folder import locked
 
 MODELS = "models"
@@ -77,6 +87,8 @@ class Settings:
     as_json: bool = False
     shuffle_rewards: bool = False
     """A control: rewards change hands among the episodes of an update, so there is nothing to learn."""
+    goes_on: bool = False
+    """Whether training goes on where nothing can be learned any more."""
     exits_with_stdin: bool = False
     """Stop in order when the standard input closes, so that a training ends with the program that started it."""
 
@@ -103,6 +115,7 @@ def parse(argv: Sequence[str], project: Path) -> Settings:
     parser.add_argument("--db", metavar="URL", help="database of the experiment")
     parser.add_argument("--json", action="store_true", help="one JSON line an event")
     parser.add_argument("--shuffle-rewards", action="store_true", help="control: give each reward to a random episode")
+    parser.add_argument("--go-on", action="store_true", help="train on where nothing can be learned any more")
     parser.add_argument("--exit-with-stdin", action="store_true", help="stop when the standard input closes")
     args = parser.parse_args(argv)
     changes = parse_changes(args.set)
@@ -124,6 +137,7 @@ def parse(argv: Sequence[str], project: Path) -> Settings:
         db_url=args.db,
         as_json=args.json,
         shuffle_rewards=args.shuffle_rewards,
+        goes_on=args.go_on,
         exits_with_stdin=args.exit_with_stdin,
     )
 
@@ -310,7 +324,11 @@ class Run:
         return range(self.live.step + 1, self.spec.training.updates + 1)
 
     async def update(self, step: int) -> None:
-        """Play one batch of train games and wait for the update that it makes."""
+        """Play one batch of train games and wait for the update that it makes.
+
+        Raises:
+            StuckError: nothing can be learned any more, and nobody asked to go on.
+        """
         num_games = self.spec.config.trainer.tasks_per_update
         first = (step - 1) * num_games
         games = [Task(f"train-{i}", {"seed": seeds.train_seed(self.seed, i)}) for i in range(first, first + num_games)]
@@ -322,18 +340,30 @@ class Run:
             return Shuffled(play, num_episodes, seeds.shuffle_seed(self.seed, step))
 
         try:
-            await self.live.update(step, games, played)
+            payload = await self.live.update(step, games, played)
         except GameError as error:
             raise GameError(f"{error}{self._because()}") from error
         self._note_steps()
+        stuck = [one for one in payload.get("health", ()) if one["kind"] == WarningKind.STUCK]
+        if stuck and not self.settings.goes_on:
+            raise StuckError(
+                f"update {step}: {stuck[0]['message']}. The same command with --go-on in this folder trains on all the "
+                "same"
+            )
 
     def _note_steps(self) -> None:
-        """Write down the updates that are not written down yet; an interrupted run may have missed its last ones."""
+        """Write down the updates that are not written down yet, with what they warn of and the one before did not; an
+        interrupted run may have missed its last ones."""
         last = self.record.find("step")
         first = last["step"] + 1 if last else 1
+        known = warned_of(last) if last else set()
         for step, payload in sorted(self.live.progress.steps.items()):
             if step >= first:
-                self.record.emit("step", updates=self.spec.training.updates, **payload)
+                event = self.record.emit("step", updates=self.spec.training.updates, **payload)
+                for one in event.get("health", ()):
+                    if (one["policy"], one["kind"]) not in known:
+                        self.record.emit("warning", step=step, name=one["kind"], text=one["message"])
+                known = warned_of(event)
 
     def is_time_to_evaluate(self) -> bool:
         """Whether an evaluation belongs between the last update and the next."""
@@ -456,6 +486,11 @@ class Watched:
     def _seen(self, turn: dict[str, Any]) -> dict[str, Any]:
         self.record = turn["record"] if "rewards" in turn else None
         return turn
+
+
+def warned_of(step: Event) -> set[tuple[str, str]]:
+    """Policy and kind of each warning of an update."""
+    return {(one["policy"], one["kind"]) for one in step.get("health", ())}
 
 
 def by_agent(results: Iterable[EpisodeResult]) -> list[list[float]]:

@@ -82,6 +82,8 @@ class LiveScreen:
         self._line: list[tuple[float, float]] = []
         self._marks: list[tuple[float, float]] = []
         self._now = "starting"
+        self._warnings: list[str] = []
+        """Kinds of the newest update's."""
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._drawn)
 
     def __enter__(self) -> Self:
@@ -100,6 +102,9 @@ class LiveScreen:
                 if (reward := event["metrics"].get("reward_mean")) is not None:
                     self._line.append((event["step"], reward))
                 self._now = in_words(event)
+                self._warnings = [one["kind"].replace("_", " ") for one in event.get("health", ())]
+            case "warning":
+                self._console.print(Text(in_words(event), style="yellow"))
             case "evaluation":
                 if event["temperature"] != 0:
                     self._marks.append((event["step"], event["mean"]))
@@ -117,10 +122,13 @@ class LiveScreen:
         plot = Text("\n".join(rows))
         plot.highlight_regex("●", style="bold green")
         caption = "reward in training (line) and on held-out games (●)"
-        return Panel(Group(plot, below, Text(self._now, style="dim")), title=self._title, subtitle=caption)
+        lines: list[RenderableType] = [plot, below, Text(self._now, style="dim")]
+        if self._warnings:
+            lines.append(Text(f"warning: {', '.join(self._warnings)}", style="yellow"))
+        return Panel(Group(*lines), title=self._title, subtitle=caption)
 
 
-SHOWN = frozenset({"begin", "phase", "environment", "level", "variance", "warmup", "step", "evaluation"})
+SHOWN = frozenset({"begin", "phase", "environment", "level", "variance", "warmup", "step", "warning", "evaluation"})
 """Events that people are shown as they come."""
 
 

@@ -147,6 +147,7 @@ def watch(request: Request, written: Written, run_dir: Path, experiment: str) ->
         "--db",
         default_url(),
         "--exit-with-stdin",
+        *(["--go-on"] if request.goes_on else []),
     ]
     with (run_dir / LOG_FILE).open("ab") as log, Forwarded() as signals:
         start_of_log = log.tell()

@@ -41,6 +41,8 @@ class Request:
     settings: Mapping[str, str] = field(default_factory=dict)
     """Dotted path of a setting to its value as JSON."""
     force: bool = False
+    goes_on: bool = False
+    """Train on where nothing can be learned any more."""
     as_json: bool = False
 
 

@@ -89,6 +89,7 @@ def job_spec(deps: Deps, state: StudyState, run: RunView) -> JobSpec:
             *("--seed", str(run.seed)),
             *("--experiment", run.experiment_id),
             *("--db", deps.database.url),
+            "--go-on",  # the arms of a plan are compared at the same number of updates
         ),
         folder=str(deps.paths(state).project(run.arm)),
         time_limit_s=limit,

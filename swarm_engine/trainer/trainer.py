@@ -396,16 +396,25 @@ def batch_metrics(samples: Sequence[Sample], episodes: Sequence[Episode], how: M
     return {
         "reward_mean": reward_mean,
         "reward_std": None if variance is None else math.sqrt(variance),
+        "reward_min": min(rewards, default=None),
         "zero_variance_groups": float(len(flat)),
         "identical_reply_groups": float(_count_identical(counted)),
         "num_calls": float(len(calls)),
         "num_trained_tokens": float(sum(sample.num_trained for sample in counted)),
         "truncated_fraction": mean(sum(call.finish_reason is FinishReason.LENGTH for call in whole), len(whole)),
         "merge_ratio": mean(sum(sample.num_raw_tokens for sample in counted), num_merged_tokens(counted, how)),
+        "sampling_entropy": sampling_entropy(counted),
         "kl_teacher": teacher_kl(counted),
         "out_of_context_tokens": float(sum(line.num_out_of_context for sample in counted for line in sample.timelines)),
         **{f"{reason}_calls": float(untrained[reason]) for reason in Untrained if reason is not Untrained.FROZEN},
     }
+
+
+def sampling_entropy(samples: Sequence[Sample]) -> float | None:
+    """Entropy in nats a token, estimated by the surprise of what was sampled, so that flat groups have one too."""
+    spans = [span for sample in samples for line in sample.timelines for span in line.spans if span.is_trained]
+    surprises = [-logprob for span in spans for logprob in span.logprobs]
+    return mean(math.fsum(surprises), len(surprises))
 
 
 def teacher_kl(samples: Sequence[Sample]) -> float | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import json
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from a3r import estimates, store
 from a3r.analysis import contrasts
@@ -20,7 +22,7 @@ from a3r.planner.offline import read
 from a3r.prereg.check import check
 from a3r.prereg.simulate import simulate
 from a3r.prereg.tree import decide
-from a3r.progress import Place, Tails, time_left
+from a3r.progress import LiveReporter, Place, PlainReporter, Tails, time_left
 from a3r.stats import paired_t
 from experiments_db.intervals import t_interval
 from experiments_db.models import ExperimentStatus, Severity
@@ -121,6 +123,27 @@ def test_the_tail_of_a_job_is_read_line_by_line_and_noise_is_skipped(tmp_path):
         file.write('ature": 1, "mean": 0.5}\n')
     tails.read([status])
     assert tails.places["k"].held_out == 0.5
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_a_job_warns_of_is_shown_while_it_runs(plan, tmp_path, is_terminal):
+    log = tmp_path / "stdout.log"
+    step = {"event": "step", "step": 3, "updates": 9, "metrics": {}, "health": [{"kind": "collapse", "message": "…"}]}
+    log.write_text(
+        "".join(json.dumps(one) + "\n" for one in (step, {"event": "warning", "step": 3, "text": "it fell"}))
+    )
+    status = JobStatus("k1", JobState.RUNNING, "", log, started_at=time.time())
+    run = store.RunView(
+        "e", "k", "cold", 1, 0, ExperimentStatus.RUNNING, None, Path(), "b", "j", "k1", RowState.RUNNING, 1, 0.0
+    )  # fmt: skip
+    console = Console(file=io.StringIO(), width=200, force_terminal=is_terminal, color_system=None)
+    shown = (LiveReporter if is_terminal else PlainReporter)(console)
+    for _ in range(2):
+        shown.tell("jobs", stage=0, plan=plan, every=[run], runs=[run], statuses={"k1": status})
+    shown.close()
+    said = console.file.getvalue()
+    assert said.count("cold seed 1 warns after step 3: it fell") == 1
+    assert ("collapse" in said) == is_terminal, "in the panel, as long as it lasts"
 
 
 def test_time_left_is_the_work_left_over_the_places(plan):

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import math
+import random
+import runpy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from episodes import conversations
 
 from swarm_engine.config import TrainerConfig
-from swarm_engine.health import Limits, warnings_of
+from swarm_engine.health import METRICS, Limits, warnings_of
 from swarm_engine.health import WarningKind as Kind
 from swarm_engine.models.loading import LoadedPolicy
 from swarm_engine.trainer.trainer import Trainer
 from swarm_engine.types import BatchRecord
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
 HEALTHY: dict[str, float | None] = {
     "loss": 0.01,
     "entropy": 1.0,
     "reward_std": 0.5,
+    "reward_min": -0.5,
+    "sampling_entropy": 1.0,
+    "num_calls": 100.0,
+    "num_trained_tokens": 500.0,
     "kl_sampling": 0.001,
     "grad_norm": 0.5,
     "truncated_fraction": 0.1,
@@ -122,9 +132,98 @@ def test_a_reward_that_does_not_move_is_told_after_twenty_updates() -> None:
     assert warnings_of([flat] * 19) == []
     (warning,) = warnings_of([flat] * 20)
     assert (warning.kind, warning.value) == (Kind.REWARD_FLAT, 0.0)
-    assert "from 0.25 to 0.25 in 20 updates" in warning.message
-    assert warnings_of([*[flat] * 10, *[flat | {"reward_mean": 0.31}] * 10]) == [], "0.12 of a deviation"
+    assert "in 20 updates the mean reward rose by 0, at most 0 of the rewards' deviation" in warning.message
     assert warnings_of([flat | {"reward_std": 0.0}] * 20) == [], "zero variance is told by its own name"
+
+
+def swinging(size: float, rise: float = 0.0) -> list[dict[str, float | None]]:
+    """Twenty updates whose means lie in turn above and below a line that rises."""
+    return [HEALTHY | {"reward_mean": rise * place / 19 + size * (-1) ** place} for place in range(20)]
+
+
+def test_a_reward_is_flat_where_its_scatter_leaves_no_room_for_a_rise() -> None:
+    """Of means 0.05 above and below a level: slope -0.5 / 665 an update, so over 19 a rise of -0.01429; the residuals'
+    squares sum to 20 * 0.0025 - 665 * slope^2 = 0.04962, so its standard error is 19 * sqrt(0.04962 / 18 / 665) =
+    0.03868; its upper end is -0.01429 + 2.326 * 0.03868 = 0.0757, in deviations of 0.5 it is 0.1514."""
+    (warning,) = warnings_of(swinging(0.05))
+    assert (warning.kind, warning.value) == (Kind.REWARD_FLAT, pytest.approx(0.1514, abs=1e-4))
+    # Four times the scatter could hide 0.6 deviations, and nobody knows.
+    assert warnings_of(swinging(0.2)) == []
+    assert warnings_of(swinging(0.05, rise=0.1)) == [], "0.2 deviations more are above 0.25"
+    assert [warning.kind for warning in warnings_of(swinging(0.05, rise=-0.3))] == [Kind.REWARD_FLAT]
+
+
+def test_a_run_that_learns_slowly_under_much_noise_has_no_warning() -> None:
+    """From 0.34 to 0.81 in 80 updates, batch means deviating by 0.08."""
+    for seed in range(10):
+        noise = random.Random(seed)
+        run = [
+            HEALTHY | {"reward_mean": 0.34 + 0.47 * step / 80 + noise.gauss(0, 0.08), "reward_std": 0.45}
+            for step in range(80)
+        ]
+        warned = [step for step in range(20, 81) if warnings_of(run[:step])]
+        assert len(warned) <= 2, (seed, warned)
+
+
+COLLAPSED: dict[str, Any] = {"reward_mean": -0.5, "reward_std": 0.0, "entropy": None, "zero_variance_fraction": 1.0}
+
+
+def test_a_collapse_is_seen_at_its_second_update() -> None:
+    start = HEALTHY | {"reward_mean": 0.375}
+    assert warnings_of([start, HEALTHY | COLLAPSED]) == []
+    (warning,) = warnings_of([start, HEALTHY | COLLAPSED, HEALTHY | COLLAPSED])
+    assert (warning.kind, warning.value) == (Kind.COLLAPSE, 0.0)
+    assert "0% of the start's height above the lowest reward is left, the limit is 15%" in warning.message
+    assert "lower trainer.learning_rate" in warning.message
+    # 0.875 above the lowest at the start: 15% of it is 0.13125.
+    for reward, num in ((-0.37, 1), (-0.36, 0)):
+        assert len(warnings_of([start, *[HEALTHY | {"reward_mean": reward, "reward_min": -0.5}] * 2])) == num
+    assert warnings_of([start, HEALTHY | COLLAPSED, HEALTHY | {"reward_mean": -0.3}]) == [], "it comes back"
+
+
+def test_a_start_that_earns_next_to_nothing_has_nothing_to_lose() -> None:
+    rare: dict[str, float | None] = HEALTHY | {"reward_mean": 0.05, "reward_std": 0.22, "reward_min": 0.0}
+    assert warnings_of([rare, *[rare | {"reward_mean": 0.0}] * 4]) == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "value", "said"),
+    [
+        ({"sampling_entropy": 0.1, "entropy": 0.1}, 0.1, "10% of the start's entropy is left and no reward was won"),
+        ({"num_trained_tokens": 100.0}, 1.0, "a reply has 1.00 tokens, its end included, and no reward was won"),
+    ],
+)
+def test_replies_that_are_empty_or_always_the_same_are_a_collapse_unless_they_win(
+    lost: dict[str, float], value: float, said: str
+) -> None:
+    start = HEALTHY | {"reward_mean": 0.5}
+    (warning,) = warnings_of([start, *[start | lost | {"reward_mean": 0.4}] * 2])
+    assert (warning.kind, warning.value) == (Kind.COLLAPSE, pytest.approx(value))
+    assert said in warning.message
+    assert warnings_of([start, *[start | lost | {"reward_mean": 0.6}] * 2]) == []
+    assert warnings_of([start, start | lost | {"reward_mean": 0.4}, start]) == []
+
+
+def test_after_eight_updates_of_nothing_to_learn_a_collapsed_run_is_stuck() -> None:
+    start = HEALTHY | {"reward_mean": 0.375}
+    seven = [start, *[HEALTHY | COLLAPSED] * 7]
+    assert Kind.STUCK not in {warning.kind for warning in warnings_of(seven)}
+    found = {warning.kind: warning for warning in warnings_of([*seven, HEALTHY | COLLAPSED])}
+    assert found[Kind.STUCK].value == 8
+    assert "nothing can be learned any more: for 8 updates" in found[Kind.STUCK].message
+    lucky = HEALTHY | COLLAPSED | {"zero_variance_fraction": 0.9}
+    assert Kind.STUCK not in {warning.kind for warning in warnings_of([*seven, lucky, HEALTHY | COLLAPSED])}
+    solved = HEALTHY | {"reward_mean": 1.0, "zero_variance_fraction": 1.0}
+    assert {warning.kind for warning in warnings_of([start, *[solved] * 9])} == {Kind.ZERO_VARIANCE}
+
+
+def test_recorded_runs_that_the_rules_were_not_made_with_are_judged_in_time() -> None:
+    sys.path.append(str(BENCHMARKS))
+    benchmark = runpy.run_path(str(BENCHMARKS / "health.py"))
+    verdicts = [benchmark["judge"](*one) for one in benchmark["histories"](benchmark["RUNS"])]
+    assert len(verdicts) == 20
+    rows = benchmark["rows_of"](verdicts, is_quick=False)
+    assert [(is_kept, said) for is_kept, said in benchmark["promises"](rows) if not is_kept] == []
 
 
 def test_values_that_are_missing_are_no_values() -> None:
@@ -159,4 +258,5 @@ def test_limits_can_be_set() -> None:
 
 def test_every_metric_that_is_judged_is_one_that_an_update_has(tiny: LoadedPolicy) -> None:
     metrics = Trainer(tiny.model, TrainerConfig()).update(BatchRecord(1, (), 0), conversations(1)).metrics
-    assert set(HEALTHY) | {"reward_mean"} <= set(metrics)
+    assert set(HEALTHY) | {"reward_mean"} == set(METRICS) | {"loss"}
+    assert set(METRICS) <= set(metrics)

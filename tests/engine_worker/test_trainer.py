@@ -293,6 +293,12 @@ def test_any_other_model_is_trained_as_slowly_as_public_trainers_do(tiny: Loaded
         assert (config.learning_rate, config.warmup_updates) == (rate, 0)
 
 
+def test_what_was_sampled_tells_the_entropy_where_nothing_is_computed(tiny: LoadedPolicy) -> None:
+    flat = [episode(f"e{index}", [call([5, 6], [7, 8], [-1.0, -2.5])], -0.5) for index in range(2)]
+    metrics = update(Trainer(tiny.model, TrainerConfig()), flat).metrics
+    assert (metrics["entropy"], metrics["sampling_entropy"], metrics["reward_min"]) == (None, 1.75, -0.5)
+
+
 def test_entropy_with_an_impossible_token_is_finite_and_so_is_its_gradient() -> None:
     """B058, where a logit is -inf."""
     logits = torch.tensor([[0.0, -math.inf], [0.0, 0.0]], requires_grad=True)

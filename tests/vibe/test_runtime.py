@@ -1,4 +1,4 @@
-"""What a run does with games that were lost, and with a project that was edited."""
+"""What a run does with games that were lost, with a project that was edited, and with a policy that collapsed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from swarm_engine.client import EpisodeResult
 from swarm_engine.types import Outcome
 from vibe import render
 from vibe.dry_play import DryPlay
-from vibe.errors import EditedError, GameError
+from vibe.errors import EditedError, GameError, StuckError
 from vibe.project import ProjectSpec, code_of, game_of, project_for
 from vibe.record import Record
 from vibe.runtime import Run, Settings, begin
@@ -87,6 +88,55 @@ class FakeSwarm:
             )
             for i, reward in enumerate(self._rewards)
         ]
+
+
+class StuckSwarm:
+    """One whose updates say that nothing can be learned."""
+
+    def __init__(self, first: int) -> None:
+        self.progress = SimpleNamespace(steps={})
+        self._first = first
+        """The update that says so first."""
+
+    async def update(self, step: int, *_: Any) -> dict[str, Any]:
+        kinds = ["collapse", "stuck"] if step >= self._first else ["collapse"] if step > 1 else []
+        health = [{"policy": "", "kind": kind, "message": f"{kind}, said the engine"} for kind in kinds]
+        payload = {"step": step, "metrics": {}, "drops": {}, "seconds": 0.1, "health": health}
+        self.progress.steps[step] = payload
+        return payload
+
+
+def updates(folder: Path, *, num: int, goes_on: bool) -> list[dict[str, Any]]:
+    """What is on record after some updates on a swarm whose third is stuck."""
+
+    async def rollout(*_: Any, **__: Any) -> None:
+        raise AssertionError("the fake swarm plays nothing")
+
+    settings = Settings(folder, project_for(game_of("tictactoe")), folder, goes_on=goes_on)
+    run = Run(settings, Record(folder, as_json=False, out=io.StringIO()))
+    run._live, run._rollout = StuckSwarm(first=3), rollout  # type: ignore[assignment]
+
+    async def train() -> None:
+        for step in range(1, num + 1):
+            await run.update(step)
+
+    try:
+        asyncio.run(train())
+    finally:
+        record = run.record.all("warning")
+    return record
+
+
+def test_training_stops_where_nothing_can_be_learned_unless_it_is_told_to_go_on(tmp_path: Path) -> None:
+    for folder in (stops := tmp_path / "stops", goes := tmp_path / "goes"):
+        folder.mkdir()
+    with pytest.raises(
+        StuckError, match=r"update 3: stuck, said the engine\. .* with --go-on in this folder"
+    ) as caught:
+        updates(stops, num=9, goes_on=False)
+    assert caught.value.exit_code == 4
+    warnings = updates(goes, num=4, goes_on=True)
+    assert [(one["step"], one["name"]) for one in warnings] == [(2, "collapse"), (3, "stuck")], "each where it begins"
 
 
 def evaluate(rewards: list[float | None], folder: Path, *, label: str = "before", dry: DryPlay | None = None) -> str:

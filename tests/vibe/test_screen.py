@@ -51,6 +51,27 @@ def test_a_terminal_sees_the_curve_grow_and_the_levels_stay() -> None:
     assert "step    2/2" in shown(on)
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_an_update_warns_of_is_said_once_and_its_kind_stays_as_long_as_it_lasts(is_terminal: bool) -> None:
+    ill = {"event": "step", "step": 1, "metrics": {}, **STEP, "health": [{"kind": "zero_variance", "message": "…"}]}
+    on = console(is_terminal=is_terminal)
+    with screen.screen(on, "Nim", 2, as_json=False) as view:
+        view.show(ill)
+        view.show({"event": "warning", "step": 1, "name": "zero_variance", "text": "90% of the groups"})
+        assert isinstance(view, screen.LiveScreen) == is_terminal
+        if isinstance(view, screen.LiveScreen):
+            assert "warning: zero variance" in rendered(view)
+            view.show({**ill, "step": 2, "health": []})
+            assert "warning: zero variance" not in rendered(view)
+    assert shown(on).count("warning after step 1: 90% of the groups") == 1
+
+
+def rendered(view: screen.LiveScreen) -> str:
+    on = console(is_terminal=True)
+    on.print(view._drawn())
+    return shown(on)
+
+
 def test_a_pipe_gets_a_line_an_event() -> None:
     on = console(is_terminal=False)
     with screen.screen(on, "Nim", 2, as_json=False) as view:

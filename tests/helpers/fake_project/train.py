@@ -25,6 +25,7 @@ def main(argv: list[str]) -> int:
     for name in ("--run-dir", "--seed", "--experiment", "--db"):
         parser.add_argument(name, required=True)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--go-on", action="store_true")
     args = parser.parse_args(argv)
     effects = json.loads(Path("effects.json").read_text())
     seed, folder = int(args.seed), Path(args.run_dir)
