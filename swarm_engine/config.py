@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -249,8 +248,8 @@ verifies, of its branches too; the others are those of TRL's guide to reinforcem
 after Schulman et al. 2025 (LoRA without regret): ten times as much for branches. At the embedded model's rate one
 update destroys a published model."""
 EMBEDDED_EPISODES = 64
-"""Episodes per update that the embedded model's rate is for. Adam's steps are as long whatever the batch, so the noise
-in them grows with the root of a smaller one, and the rate falls with it (Malladi et al. 2022, arXiv:2205.10287)."""
+"""Episodes per update that the embedded model's rate is for; for fewer it falls in proportion, because Adam's steps are
+as long and noisier. With the root of their share nim still collapsed."""
 EMBEDDED_WARMUP = 5
 """Own value of `warmup_updates` for the embedded model; 0 for any other, as public trainers have it. Adam's first step
 moves every weight by the whole rate, noise or not: its moments are the one gradient that it has seen."""
@@ -351,7 +350,7 @@ class TrainerConfig(Frozen):
         match kind:
             case ModelKind.EMBEDDED:
                 share = min(1.0, self.group_size * self.tasks_per_update / EMBEDDED_EPISODES)
-                rate, warmup = EMBEDDED_RATE * math.sqrt(share), EMBEDDED_WARMUP
+                rate, warmup = EMBEDDED_RATE * share, EMBEDDED_WARMUP
             case ModelKind.PUBLISHED:
                 rate, warmup = PUBLISHED_LORA_RATE if has_lora else PUBLISHED_RATE, 0
             case _:
