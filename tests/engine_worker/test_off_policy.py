@@ -252,7 +252,7 @@ def test_a_loss_or_a_gradient_that_is_not_finite_takes_no_step_though_the_other_
 def test_one_step_that_is_not_finite_does_not_spoil_the_others(tiny: LoadedPolicy) -> None:
     batch = [episode(f"e{place}", [call([5], [7 + place], [-6.0])], float(place % 2)) for place in range(4)]
     batch[0] = episode("e0", [call([5], [7], [-1e6])], 0.0)
-    trainer = Trainer(tiny.model, TrainerConfig(minibatches=4))
+    trainer = Trainer(tiny.model, TrainerConfig(minibatches=4, learning_rate=1e-3))
     metrics = update(trainer, batch).metrics
     assert (metrics["optimizer_steps"], metrics["skipped"], metrics["nonfinite_gradient"]) == (3, 0, 1)
     assert all(bool(parameter.isfinite().all()) for parameter in tiny.model.parameters())

@@ -500,7 +500,7 @@ def test_an_exported_adapter_starts_a_policy_frozen_or_trained(tiny_dir: Path, t
 
 
 def test_exports_are_an_adapter_or_merged_or_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    engine = boot(tiny_dir, tmp_path / "checkpoints", THREE)
+    engine = boot(tiny_dir, tmp_path / "checkpoints", THREE, trainer={"learning_rate": 1e-3})
     engine.update(update(1, played(1)))
     adapter, merged, judge, none = (
         engine.export(Export(name, str(tmp_path / folder), is_merged))

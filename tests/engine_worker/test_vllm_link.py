@@ -354,7 +354,8 @@ def test_two_processes_get_an_update_together_and_the_loss_of_one_is_told(
 def test_ranks_train_what_two_processes_sample_from(home: Path, tiny_dir: Path, tmp_path: Path) -> None:  # noqa: ARG001
     with WorkerProcess(tmp_path, timeout_s=300.0) as front:
         placement = {"num_workers": 2, "num_samplers": 2}
-        front.boot(tiny_dir.parent, tmp_path / "checkpoints", "tiny", placement=placement, **VLLM)
+        trainer = {"learning_rate": 1e-3}
+        front.boot(tiny_dir.parent, tmp_path / "checkpoints", "tiny", placement=placement, trainer=trainer, **VLLM)
         assert_samples_from_its_weights(front, 0, tmp_path)
         front.send(update(1))
         assert front.receive(Updated).step == 1
