@@ -77,8 +77,8 @@ class Limits:
     collapsed_entropy_left: float = 0.15
     """The same of the start's entropy, where the reward has not risen."""
     reply_tokens: float = 1.05
-    """Fewest tokens a reply, its end included, where the start's had half as many again and the reward has not
-    risen."""
+    """Tokens of a reply, its end included, up to which it says nothing, where the start's had half as many again and
+    the reward has not risen."""
     kl_sampling: float = 0.1
     """Most nats per token between sampler and trainer."""
     gradient_growth: float = 10.0
@@ -248,15 +248,16 @@ def collapse(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None
 def stuck(history: Sequence[Metrics], limits: Limits) -> HealthWarning | None:
     """The policy has collapsed, and for long no group had two different rewards: there is nothing to learn from."""
     recent = history[-STUCK_WINDOW:]
-    is_flat = all(metrics.get("zero_variance_fraction") == 1 for metrics in recent)
-    if len(recent) < STUCK_WINDOW or not is_flat or (cause := collapse(history, limits)) is None:
+    # A pull towards the start weights or more entropy has a gradient in flat groups too.
+    is_idle = all(metrics.get("zero_variance_fraction") == 1 and metrics.get("grad_norm") is None for metrics in recent)
+    if len(recent) < STUCK_WINDOW or not is_idle or (cause := collapse(history, limits)) is None:
         return None
     return HealthWarning(
         WarningKind.STUCK,
         float(STUCK_WINDOW),
         float(STUCK_WINDOW - 1),
-        f"nothing can be learned any more: for {STUCK_WINDOW} updates all groups got one reward for all, the limit is "
-        f"{STUCK_WINDOW - 1}, and {cause.message}",
+        f"nothing can be learned any more: for {STUCK_WINDOW} updates all groups got one reward for all and no "
+        f"gradient, the limit is {STUCK_WINDOW - 1}, and {cause.message}",
     )
 
 

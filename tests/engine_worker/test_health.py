@@ -165,7 +165,13 @@ def test_a_run_that_learns_slowly_under_much_noise_has_no_warning() -> None:
         assert len(warned) <= 2, (seed, warned)
 
 
-COLLAPSED: dict[str, Any] = {"reward_mean": -0.5, "reward_std": 0.0, "entropy": None, "zero_variance_fraction": 1.0}
+COLLAPSED: dict[str, Any] = {
+    "reward_mean": -0.5,
+    "reward_std": 0.0,
+    "entropy": None,
+    "grad_norm": None,
+    "zero_variance_fraction": 1.0,
+}
 
 
 def test_a_collapse_is_seen_at_its_second_update() -> None:
@@ -213,6 +219,8 @@ def test_after_eight_updates_of_nothing_to_learn_a_collapsed_run_is_stuck() -> N
     assert "nothing can be learned any more: for 8 updates" in found[Kind.STUCK].message
     lucky = HEALTHY | COLLAPSED | {"zero_variance_fraction": 0.9}
     assert Kind.STUCK not in {warning.kind for warning in warnings_of([*seven, lucky, HEALTHY | COLLAPSED])}
+    pulled = [start, *[HEALTHY | COLLAPSED | {"grad_norm": 0.01}] * 9]
+    assert Kind.STUCK not in {warning.kind for warning in warnings_of(pulled)}, "KL or entropy may bring it back"
     solved = HEALTHY | {"reward_mean": 1.0, "zero_variance_fraction": 1.0}
     assert {warning.kind for warning in warnings_of([start, *[solved] * 9])} == {Kind.ZERO_VARIANCE}
 
