@@ -99,6 +99,7 @@ def test_templates_lists_every_game_with_its_rules(vibe: Vibe, tmp_path: Path) -
         (["train", SENTENCE, "--set", "trainer.group_sise=4"], "group_size"),
         (["train", SENTENCE, "--set", "trainer.group_size"], "PATH=VALUE"),
         (["train", SENTENCE, "--swarm", "http://127.0.0.1:9"], "--token-file go together"),
+        (["train", SENTENCE, "--swarm", "http://me:pw@host", "--token-file", "t"], "--swarm: the address of the swarm"),
         (["train", SENTENCE, "--brain", "oracle"], "offline"),
         (["train", SENTENCE, "--updates", "-3"], "greater than or equal to 0"),
         (["play", SENTENCE], "play"),
