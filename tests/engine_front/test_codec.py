@@ -229,6 +229,19 @@ def test_a_template_inside_the_config_is_found(tmp_path: Path) -> None:
     assert ChatCodec.load(tmp_path, (END_ID,), NOW).render([{"role": "user", "content": "x"}]) == "x"
 
 
+def test_what_a_config_says_of_special_tokens_and_of_clean_text_changes_no_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    config = {
+        "eos_token": "<|im_end|>",
+        "extra_special_tokens": ["<|endoftext|>"],
+        "additional_special_tokens": ["<|im_start|>"],
+        "clean_up_tokenization_spaces": True,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    codec = ChatCodec.load(tmp_path, (END_ID,), NOW)
+    assert codec.decode(codec.encode_text("Hello , world ! it 's")) == "Hello , world ! it 's"
+
+
 def test_a_tokenizer_that_makes_control_tokens_from_plain_text_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     text = (folder / "tokenizer.json").read_text().replace('"<think>"', '"the"')

@@ -130,6 +130,13 @@ def test_an_id_that_is_used_again_means_the_newest_call(kind: str) -> None:
     assert shown.count("call00000") == behind.count("call00000") == 2, "the edited call and its result"
 
 
+def test_a_tool_is_shown_in_the_letters_it_is_described_with() -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "Größe 天气", "parameters": {}}}
+    chat = Chat("qwen25", tools=[tool])
+    (draft,) = chat.ask(user("hi"))
+    assert '"description": "Größe 天气"' in chat.codec.show(draft.prompt_ids)
+
+
 def test_a_template_that_shows_the_names_of_replies_gets_them() -> None:
     plain = "{{- '<|im_start|>assistant\\n' + (message.content or '') }}"
     named = "{{- '<|im_start|>assistant ' + (message.name or '') + '\\n' + (message.content or '') }}"

@@ -149,6 +149,7 @@ def test_shards_are_read_through_their_index(tiny_dir: Path, tmp_path: Path) -> 
         ({"num_hidden_layers": 4}, "has no tensor 'model.layers.3"),
         ({"num_hidden_layers": 2}, "tensors with no place here"),
         ({"intermediate_size": 200}, r"config.json asks for \(200, 96\)"),
+        ({"tie_word_embeddings": False}, "has no tensor 'lm_head.weight'"),
         ({"eos_token_id": None}, "names no eos_token_id"),
     ],
 )

@@ -113,6 +113,27 @@ def test_bad_input_is_refused_in_words(words: list[str], said: str, vibe: Vibe, 
     assert not (tmp_path / "runs").exists()
 
 
+def test_brackets_of_a_user_are_no_markup(vibe: Vibe, tmp_path: Path) -> None:
+    odd = "[/red] [bold]x[/bold] [link=a]"
+    code, out, said = vibe(tmp_path, "new", f"{SENTENCE}. {odd}", "--out", str(tmp_path / "game"))
+    assert code == 0, said
+    assert odd in out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vibe", "templates"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: [Errno 28] No space left on device; make room")
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as pipe:
+        done = subprocess.run(command, cwd=tmp_path, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == ""
+
+
 def test_what_is_refused_ends_the_process_with_its_code(tmp_path: Path) -> None:
     code, out, said = run(tmp_path, "train", "")
     assert (code, out) == (2, "")
