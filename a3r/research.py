@@ -14,7 +14,7 @@ from rich.console import Console
 
 from a3r import store
 from a3r.errors import A3RError, PlanError
-from a3r.executor import LocalExecutor
+from a3r.executor.local import LocalExecutor, default_slots
 from a3r.graph.state import GRAPH_VERSION, Approval, Deps
 from a3r.paths import Home
 from a3r.planner.builtin import builtin_catalogue
@@ -48,8 +48,8 @@ def research(
     """Plan a question, run it, answer it. Returns the exit code."""
     question = reading.question
     root = home_folder(home)
-    executor = LocalExecutor(Home(root).jobs, wishes.parallel if wishes.parallel > 0 else None)
-    wishes = Wishes(**{**asdict(wishes), "parallel": executor.slots})
+    slots = wishes.parallel if wishes.parallel > 0 else default_slots()
+    wishes = Wishes(**{**asdict(wishes), "parallel": slots})
     told = reporter(as_json=as_json)
     plan = design(reading, wishes)
     refuse_impossible(plan)
@@ -67,7 +67,7 @@ def research(
         study = store.create_study(database, question, fingerprint(), GRAPH_VERSION, asdict(wishes))
         Home(root).study(study).root.mkdir(parents=True, exist_ok=True, mode=0o700)
         told.tell("study", id=study, home=str(root))
-        return _go(study, database, Home(root), executor, told, yes=yes)
+        return _go(study, database, Home(root), slots, told, yes=yes)
 
 
 def resume(study: str, *, home: Path | None, db: str | None, jobs: int, yes: bool, as_json: bool) -> int:
@@ -75,9 +75,8 @@ def resume(study: str, *, home: Path | None, db: str | None, jobs: int, yes: boo
     root = home_folder(home)
     with open_database(db, root) as database:
         row = store.study(database, study)
-        executor = LocalExecutor(Home(root).jobs, jobs if jobs > 0 else None)
         told = reporter(as_json=as_json)
-        return _go(row.id, database, Home(root), executor, told, yes=yes)
+        return _go(row.id, database, Home(root), jobs if jobs > 0 else default_slots(), told, yes=yes)
 
 
 def verify_study(study: str, *, home: Path | None, db: str | None, as_json: bool) -> int:
@@ -117,14 +116,14 @@ def fingerprint() -> dict[str, str | dict[str, str]]:
     return {"python": platform.python_version(), "machine": platform.platform(), "packages": versions}
 
 
-def _go(study: str, database: Database, home: Home, executor: LocalExecutor, told: Reporter, *, yes: bool) -> int:
+def _go(study: str, database: Database, home: Home, slots: int, told: Reporter, *, yes: bool) -> int:
     # Imported here: LangGraph takes longer than all that is done before a study runs, or where none does.
     from a3r.graph.driver import ENDED, drive
 
     deps = Deps(
         database=database,
         home=home,
-        executor=executor,
+        executor=LocalExecutor(home.jobs, slots, secrets=database.for_child()[1]),
         catalogue=builtin_catalogue(),
         workshop=VibeWorkshop(),
         python=sys.executable,

@@ -26,6 +26,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ValidationError
@@ -71,7 +72,13 @@ class Collector:
             token: of the server; an observer's is enough.
             db_url: None is the database of the home folder.
             experiment_id: the run that the events belong to.
+        Raises:
+            CollectorError: the server's URL holds more than its address, and is printed.
         """
+        if "@" in urlsplit(server_url).netloc or "?" in server_url:
+            raise CollectorError(
+                "the swarm's URL holds a user name, a password or a query, which it has no use for; a token opens it"
+            )
         self._url = server_url.rstrip("/") + EVENTS
         self._token = token
         self._db_url = db_url

@@ -70,8 +70,17 @@ class Database:
     url: str = field(repr=False)
     """Opens the same database from another process. It may hold a password, so `name` is what to print."""
     name: str
-    """For people: the file, or the URL without its password."""
+    """For people: the file, or the URL without its password and options."""
     engine: Engine
+
+    def for_child(self) -> tuple[str, dict[str, str]]:
+        """URL and environment variables by which a process that is started opens it; no command line has a password."""
+        url = make_url(self.url)
+        password = url.password or url.query.get("password")
+        if url.get_backend_name() != "postgresql" or not isinstance(password, str):
+            return self.url, {}
+        plain = URL.create(url.drivername, url.username, None, url.host, url.port, url.database, url.query)
+        return plain.difference_update_query(["password"]).render_as_string(), {"PGPASSWORD": password}
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Session]:
@@ -124,7 +133,8 @@ def open_database(url: str | None = None, home: Path | str | None = None) -> Dat
         NewerDatabaseError: a later version of A3R has migrated it.
     """
     parsed = _parse(url or default_url(home))
-    name = parsed.database or "" if parsed.get_backend_name() == "sqlite" else parsed.render_as_string()
+    # Options of PostgreSQL may be passwords too.
+    name = parsed.database or "" if parsed.get_backend_name() == "sqlite" else parsed.set(query={}).render_as_string()
     database = Database(parsed.render_as_string(hide_password=False), name, _engine(parsed, name))
     try:
         with explained(name):
@@ -139,19 +149,26 @@ def _parse(url: str) -> URL:
     """The URL with the driver we use, its file absolute."""
     try:
         parsed = make_url(url)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError):  # the second for a port that is no number
         raise UnavailableError(
-            f"{url!r} is no database URL; use sqlite:///FILE or postgresql://USER@HOST/NAME"
-        ) from error
+            f"{_without_secrets(url)!r} is no database URL; use sqlite:///FILE or postgresql://USER@HOST/NAME"
+        ) from None
     match parsed.get_backend_name():
         case "sqlite" if parsed.database and parsed.database != ":memory:":
             return parsed.set(drivername="sqlite", database=str(Path(parsed.database).expanduser().absolute()))
         case "sqlite":
-            raise UnavailableError(f"{url!r} names no file, and the log must outlive the process; use sqlite:///FILE")
+            shown = _without_secrets(url)
+            raise UnavailableError(f"{shown!r} names no file, and the log must outlive the process; use sqlite:///FILE")
         case "postgresql":
             return parsed.set(drivername="postgresql+psycopg")
         case other:
             raise UnavailableError(f"{other} is not supported; use sqlite:///FILE or postgresql://USER@HOST/NAME")
+
+
+def _without_secrets(url: str) -> str:
+    """A text that was to be a URL, without what may be a password."""
+    head, at, address = url.rpartition("@")
+    return f"{head.partition(':')[0]}{':***@' * bool(at)}{address.partition('?')[0]}"
 
 
 def _engine(url: URL, name: str) -> Engine:

@@ -56,7 +56,7 @@ def as_plain(value: Any) -> Any:
 
 def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_json: bool) -> SwarmClient:
     """A client of the server that the options name."""
-    from swarm_engine.client import SwarmClient, TokenFileError, read_token
+    from swarm_engine.client import AddressError, SwarmClient, TokenFileError, read_token
 
     folder = run_dir or default_run_dir()
     if url is None:
@@ -66,7 +66,7 @@ def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_j
             give_up(f"no server runs in {folder}; start one with `swarm serve --run-dir {folder}`", FAILED, as_json)
     try:
         return SwarmClient(str(url), read_token(token_file or folder / "token.json"))
-    except TokenFileError as error:
+    except (AddressError, TokenFileError) as error:
         give_up(str(error), FAILED, as_json)
 
 

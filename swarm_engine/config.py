@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 
 
-class Frozen(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Base of the config models."""
+class Frozen(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True):
+    """Base of the config models. An error does not show the value, which may be what was to be kept secret."""
 
 
 class SamplerBackend(StrEnum):
@@ -531,7 +531,8 @@ class TeacherConfig(Frozen):
 
     base_url: str = Field(pattern=r"^https?://\S*$")
     """Up to and including `/v1`. Its key, where it wants one, is in the server's environment (`A3R_TEACHER_API_KEY`):
-    a config comes over HTTP, and one that could name a variable could have any secret sent to any address."""
+    a config comes over HTTP and is kept and shown, and one that could name a variable could have any secret sent to
+    any address."""
     model: str = Field(min_length=1)
     max_running: int = Field(16, ge=1, le=1024)
     """Requests at once."""
@@ -546,6 +547,11 @@ class TeacherConfig(Frozen):
             raise ValueError(f"no URL: {error}") from None
         if not has_host:
             raise ValueError("no URL: it names no host; it goes like http://localhost:8000/v1")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError(
+                "it holds a user name, a password or a query, and a config is kept and shown: leave them out, and put "
+                "the key into A3R_TEACHER_API_KEY in the environment of `swarm serve`"
+            )
         return value
 
 

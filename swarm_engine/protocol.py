@@ -24,6 +24,10 @@ from swarm_engine.types import BatchRecord, Episode, FinishReason, SamplingParam
 MAX_FRAME_BYTES = 1 << 30
 RECEIVE_BYTES = 1 << 20
 
+CHAT_TEMPLATE = "chat_template.jinja"
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
+"""In a model's folder, the folder of its other chat templates, `NAME.jinja` each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Boot:
@@ -55,7 +59,7 @@ class PolicyReady:
     version: int
     trainable: bool
     tokenizer_dir: str
-    """Holds tokenizer.json, tokenizer_config.json and the chat template."""
+    """Holds tokenizer.json, tokenizer_config.json and the chat templates."""
     end_ids: tuple[int, ...]
     max_context: int
     """Tokens of prompt and reply together."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import time
+import tomllib
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,10 +34,32 @@ TORCH_HOMES = (
 )  # fmt: skip
 """Only these import torch; the front and the client never do."""
 
+MAY_NEED = {
+    "a3r": (),
+    "vibe": ("engine",),
+    "templates": (),
+    "swarm_engine": ("engine", "ray", "vllm"),
+    "experiments_db": (),
+    "examples": ("engine", "frameworks"),
+    "scripts": ("engine", "frameworks"),
+    "benchmarks": ("engine", "frameworks", "trl", "vllm"),
+    "tests": ("engine", "postgres", "dev"),
+    "tests/frameworks": ("engine", "frameworks", "dev"),
+    "tests/ray": ("engine", "ray", "dev"),
+    "tests/trl": ("engine", "trl", "dev"),
+    "tests/vllm": ("engine", "vllm", "dev"),
+}
+"""Extras whose packages a folder imports, beside those of every installation; a folder inside of it has its own."""
+DISTRIBUTIONS = {"agents": "openai-agents", "pydantic_ai": "pydantic-ai-slim"}
+"""Of modules with another name."""
+NOT_IMPORTED = {"anthropic", "openai"}
+"""Installed for the agents that people train."""
+
 SLOW_TO_IMPORT = ("torch", "transformers", "langgraph", "fastapi", "openai", "anthropic", "matplotlib")
 HEAVY = ("torch", "transformers", "langgraph", "fastapi", "pydantic", "openai", "anthropic")
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Absolute module names that a file imports anywhere, `from a import b` as `a.b`."""
     found: set[str] = set()
@@ -66,6 +91,47 @@ def test_imports_point_down_only(package: str) -> None:
         and not any(str(path.relative_to(ROOT)) == where and is_under(module, allowed) for where, allowed in EXCEPTIONS)
     ]
     assert wrong == []
+
+
+@cache
+def helpers() -> set[str]:
+    """Modules that are imported from the folder of a test, a benchmark, a script or an example."""
+    folders = ("tests", "benchmarks", "scripts", "examples")
+    paths = [path for folder in folders for path in sources(folder)]
+    return {path.stem for path in paths} | {path.parent.name for path in paths}
+
+
+def needs_of(folder: str) -> dict[str, str]:
+    """Distributions of other people that a folder's files import, each with one of the files."""
+    ours = {*sys.stdlib_module_names, *OURS, *helpers()}
+    others = [ROOT / other for other in MAY_NEED if other.startswith(f"{folder}/")]
+    found = {}
+    for path in sources(folder):
+        for module in () if any(map(path.is_relative_to, others)) else imports_of(path):
+            name = module.partition(".")[0]
+            if name not in ours:
+                named = "langgraph-checkpoint-sqlite" if is_under(module, "langgraph.checkpoint.sqlite") else name
+                found[DISTRIBUTIONS.get(named, named.replace("_", "-"))] = str(path.relative_to(ROOT))
+    return found
+
+
+def declared(*extras: str) -> set[str]:
+    """Names of the distributions that an installation with these extras asks for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
+    return {re.match(r"[\w.-]+", one)[0].lower() for one in asked}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("folder", MAY_NEED)
+def test_whatever_is_imported_is_declared(folder: str) -> None:
+    """What another package happens to bring may be gone with its next version."""
+    there = declared(*MAY_NEED[folder])
+    assert {name: where for name, where in needs_of(folder).items() if name not in there} == {}
+
+
+def test_whatever_is_declared_is_imported() -> None:
+    used = {name for folder in MAY_IMPORT for name in needs_of(folder)}
+    assert declared("engine") - used == NOT_IMPORTED
 
 
 def test_only_trainer_and_sampler_import_torch() -> None:

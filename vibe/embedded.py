@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_engine.client import read_token
+from swarm_engine.client import AddressError, read_address, read_token
 from vibe.errors import SwarmFailedError, UsageError
 from vibe.run_folder import make_folder
 
@@ -41,6 +41,20 @@ class Swarm:
         """The error for a swarm that failed, with the end of its logs where they can be read."""
         tails = [tail(self.run_dir / name) for name in ("worker.log", "server.log")] if self.run_dir else []
         return SwarmFailedError("\n".join([problem, *filter(None, tails)]))
+
+
+def check_named(url: str | None, token_file: Path | None) -> None:
+    """See that a swarm that runs already is named whole.
+
+    Raises:
+        UsageError: one of the two is missing, or the URL holds more than an address.
+    """
+    if (url is None) != (token_file is None):
+        raise UsageError("--swarm and --token-file go together: the URL says where, the token opens it")
+    try:
+        read_address(url or "")
+    except AddressError as error:
+        raise UsageError(f"--swarm: {error}") from None
 
 
 def tail(log: Path, lines: int = LOG_LINES) -> str:

@@ -32,7 +32,7 @@ from swarm_engine.types import Mode, Outcome
 from vibe import library, seeds, warmup
 from vibe.control import Shuffled
 from vibe.dry_play import DryPlay, dry_play
-from vibe.embedded import Swarm, embedded_swarm
+from vibe.embedded import Swarm, check_named, embedded_swarm
 from vibe.envs import Env, EnvHost, RulesError
 from vibe.errors import (
     INTERRUPTED,
@@ -123,8 +123,7 @@ def parse(argv: Sequence[str], project: Path) -> Settings:
         f"training.{name}": getattr(args, name) for name in ("updates", "eval_every", "eval_games")
     }
     changes |= {path: str(value) for path, value in named.items() if value is not None}
-    if (args.swarm is None) != (args.token_file is None):
-        raise UsageError("--swarm and --token-file go together: the URL says where, the token opens it")
+    check_named(args.swarm, args.token_file)
     if (args.experiment is None) != (args.db is None):
         raise UsageError("--experiment and --db go together: the rows of the experiment are in that database")
     return Settings(

@@ -28,7 +28,8 @@ from experiments_db.queries import HELD_OUT
 from experiments_db.ulid import new_ulid
 from experiments_db.writes import Attempt, begin_attempt, create_single_run, record_job
 from vibe import screen
-from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError, UsageError
+from vibe.embedded import check_named
+from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError
 from vibe.project import RESULTS_FILE, code_of, refuse_if_edited
 from vibe.record import RECORD_FILE, Event, last, read
 from vibe.run_folder import COMMAND_LOCK_FILE, locked, refuse_if_taken
@@ -47,8 +48,7 @@ def train_project(request: Request) -> None:
         VibeError: with the exit code of the command.
         KeyboardInterrupt: after the training has ended in order.
     """
-    if (request.swarm_url is None) != (request.token_file is None):
-        raise UsageError("--swarm and --token-file go together: the URL says where, the token opens it")
+    check_named(request.swarm_url, request.token_file)
     written = write_from_words(request) if request.project is None else take(request, request.project)
     run_dir = (request.run_dir or home_folder() / RUNS / new_ulid()).resolve()
     with locked(run_dir, COMMAND_LOCK_FILE), open_database() as database:

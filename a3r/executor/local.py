@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard, assert_never
 
@@ -51,11 +51,17 @@ class LocalExecutor:
 
     name = "local"
 
-    def __init__(self, root: Path, slots: int | None = None) -> None:
+    def __init__(self, root: Path, slots: int | None = None, secrets: Mapping[str, str] | None = None) -> None:
+        """See what there is to run on.
+
+        Args:
+            secrets: environment variables of every job that no file and no command line may hold.
+        """
         if slots is not None and slots < 1:
             raise JobError(f"{slots} jobs at once would run nothing; give --jobs 1 or more")
         self.slots = slots or default_slots()
         self._root = root
+        self._environment = {**os.environ, **(secrets or {})}
         self._closed: set[str] = set()
         """Keys of jobs that are known to have ended; they stay so."""
 
@@ -147,6 +153,7 @@ class LocalExecutor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=self._environment,
                 check=False,
                 start_new_session=True,
             )

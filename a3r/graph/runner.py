@@ -81,6 +81,7 @@ def runner(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Study
 def job_spec(deps: Deps, state: StudyState, run: RunView) -> JobSpec:
     """What the executor is to run: the blueprint's command, and where, for which seed and rows."""
     command, environment, limit = store.command_of(deps.database, run.blueprint_id)
+    database, _ = deps.database.for_child()
     program = [deps.python if word == "python" else word for word in command]
     return JobSpec(
         command=(
@@ -88,7 +89,7 @@ def job_spec(deps: Deps, state: StudyState, run: RunView) -> JobSpec:
             *("--run-dir", str(run.run_dir)),
             *("--seed", str(run.seed)),
             *("--experiment", run.experiment_id),
-            *("--db", deps.database.url),
+            *("--db", database),
             "--go-on",  # the arms of a plan are compared at the same number of updates
         ),
         folder=str(deps.paths(state).project(run.arm)),

@@ -7,6 +7,7 @@ with SwarmClient(url, token) as client, client.episode("task-1") as episode:
 
 from swarm_engine.client.aio import AsyncSwarmClient, Episode
 from swarm_engine.client.errors import (
+    AddressError,
     ClaimTimeoutError,
     ContextLengthError,
     EpisodeLostError,
@@ -29,10 +30,12 @@ from swarm_engine.client.wire import (
     PoolStatus,
     Status,
     Task,
+    read_address,
     read_token,
 )
 
 __all__ = [
+    "AddressError",
     "AsyncSwarmClient",
     "ChatReply",
     "Checkpoint",
@@ -56,5 +59,6 @@ __all__ = [
     "SyncEpisode",
     "Task",
     "TokenFileError",
+    "read_address",
     "read_token",
 ]

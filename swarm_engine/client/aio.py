@@ -177,7 +177,7 @@ class AsyncSwarmClient:
     """A client of one server. Use it as a context manager, or call `aclose`."""
 
     def __init__(self, url: str, token: str, *, client_id: str | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url = wire.read_address(url)
         self.client_id = client_id or f"client-{uuid.uuid4().hex[:8]}"
         self._auth = wire.bearer(token)
         limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)

@@ -1,6 +1,7 @@
 """What can go wrong between a client and a swarm.
 
 SwarmError
+├── AddressError               an address that says more than where the swarm is
 ├── SwarmUnavailableError      nobody answers, or the engine is off or failed
 ├── SwarmRequestError          the server refused a request: code, message, hint
 │   ├── ContextLengthError     the prompt leaves no room for a reply; end the episode as truncated
@@ -19,6 +20,10 @@ from swarm_engine.types import ClaimReason
 
 class SwarmError(Exception):
     """Base of every error of the client."""
+
+
+class AddressError(SwarmError):
+    """An address holds a user name, a password or a query."""
 
 
 class SwarmUnavailableError(SwarmError):

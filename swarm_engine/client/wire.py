@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from swarm_engine.client.errors import (
+    AddressError,
     ContextLengthError,
     EpisodeLostError,
     GroupSizeError,
@@ -238,6 +239,20 @@ def read_claim(task_id: str, answer: Mapping[str, Any]) -> Lease | ClaimReason:
 def timelines_path(episode_id: str, merge: str) -> str:
     """Where an episode's contexts are."""
     return f"/episodes/{quote(episode_id, safe='')}/timelines?merge={quote(merge, safe='')}"
+
+
+def read_address(url: str) -> str:
+    """A swarm's address as requests begin with it.
+
+    Raises:
+        AddressError: it holds what does not belong there; addresses are printed and logged.
+    """
+    if "@" in url.partition("//")[2].partition("/")[0] or "?" in url or "#" in url:
+        raise AddressError(
+            "the address of the swarm holds a user name, a password or a query, which it has no use for; it goes like "
+            "http://HOST:8000, and a token opens it"
+        )
+    return url.rstrip("/")
 
 
 def chat_url(base_url: str, agent: str | None) -> str:

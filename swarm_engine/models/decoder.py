@@ -32,6 +32,15 @@ from swarm_engine.models.lora import LowRank, Projection
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 """Values of `model_type` that this forward computes exactly."""
 
+ABSENT: Mapping[str, Mapping[str, int]] = {
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+}
+"""What transformers takes where a `config.json` lacks a key for which null means something else: as many heads as
+queries have, as wide as the hidden dimension allows, no window."""
+
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
@@ -43,6 +52,9 @@ with the longest row of a batch, so that a token's log-probability would depend 
 
 ROPE_OPTIONS = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale")
 """Numbers that a rotary embedding may have."""
+
+ROTARY_TABLES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Tensors of older checkpoints that hold what is computed from the config."""
 
 MAX_LAYERS = 1_000
 MAX_SIZE = 10_000_000
@@ -74,7 +86,7 @@ class DecoderConfig:
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Read a Hugging Face `config.json`.
+        """Read a Hugging Face `config.json`. A key that is null is as if it were absent, but for those in `ABSENT`.
 
         Raises:
             ModelError: an architecture, activation or rotary embedding that this forward does not compute exactly, or
@@ -83,22 +95,26 @@ class DecoderConfig:
         family = config.get("model_type")
         if family not in FAMILIES:
             raise ModelError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
-        activation = config.get("hidden_act", "silu")
-        if activation != "silu":
+        config = {**ABSENT[family], **config}
+        activation = config.get("hidden_act")
+        if activation not in (None, "silu"):
             raise ModelError(f"hidden_act {activation!r} is not supported; {family} models use 'silu'")
-        if "quantization_config" in config:
+        if config.get("quantization_config") is not None:
             raise ModelError("the weights are quantized and can't be trained; dequantize and save them first")
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        # Where both are there, transformers goes by the older one.
+        key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        rope = config.get(key) or {}
         if not isinstance(rope, dict):
-            raise ModelError(f"rope_parameters is {shown(rope)}, no JSON object", "copy it from the checkpoint again")
-        rope = dict(rope)
+            raise ModelError(f"{key} is {shown(rope)}, no JSON object", "copy it from the checkpoint again")
+        rope = {name: value for name, value in rope.items() if value is not None}
         rope.setdefault("rope_type", rope.pop("type", "default"))
-        rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
+        theta = config.get("rope_theta")
+        rope.setdefault("rope_theta", 10_000.0 if theta is None else theta)
         rope_type = rope["rope_type"]
         if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
             raise ModelError(f"rope_type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}")
-        for key in (*ROPE_TYPES[rope_type], *(key for key in ROPE_OPTIONS if rope.get(key) is not None)):
-            _positive(rope, key)
+        for name in (*ROPE_TYPES[rope_type], *(name for name in ROPE_OPTIONS if name in rope)):
+            _positive(rope, name)
         if rope_type == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
             raise ModelError(
                 f"high_freq_factor is {rope['high_freq_factor']}, not above low_freq_factor, {rope['low_freq_factor']}",
@@ -346,7 +362,7 @@ class Decoder(nn.Module):
         Raises:
             ModelError: a tensor is missing, has another shape, or has no place here.
         """
-        spare = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+        spare = {name for name in tensors if not name.endswith(ROTARY_TABLES)}
         for name, view in self.named_weights():
             tensor = tensors.get(name)
             if tensor is None:

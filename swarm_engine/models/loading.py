@@ -27,10 +27,9 @@ from swarm_engine.folders import describe
 from swarm_engine.models import NANO_DIR
 from swarm_engine.models.decoder import Decoder, DecoderConfig
 from swarm_engine.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_config
-from swarm_engine.protocol import StartWeights
+from swarm_engine.protocol import ADDITIONAL_TEMPLATES, CHAT_TEMPLATE, StartWeights
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
-"""Copied with the weights where they are there."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE, "special_tokens_map.json")
 
 DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
 """Keys of `config.json` that name the numbers' type, which is this engine's to choose."""
@@ -119,9 +118,9 @@ def save_policy(policy: LoadedPolicy, folder: Path, *, is_merged: bool = False) 
     Args:
         is_merged: write an adapter's model with what its branches add.
     """
-    for name in TOKENIZER_FILES:
-        if (policy.tokenizer_dir / name).is_file():
-            shutil.copyfile(policy.tokenizer_dir / name, folder / name)
+    for name in tokenizer_files(policy.tokenizer_dir):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(policy.tokenizer_dir / name, folder / name)
     if policy.adapter is not None and not is_merged:
         _save_adapter(policy, policy.adapter, folder)
         return
@@ -143,6 +142,13 @@ def _save_adapter(policy: LoadedPolicy, adapter: Adapter, folder: Path) -> None:
     (folder / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
     base = {"model": adapter.base, "sha256": adapter.base_sha256}
     (folder / BASE).write_text(json.dumps(base, indent=2) + "\n")
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """The tokenizer's files that are in a folder, its chat templates among them, by their paths in it."""
+    additional = sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
+    paths = [*(folder / name for name in TOKENIZER_FILES), *additional]
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def weights_sha256(path: Path) -> str:

@@ -124,7 +124,8 @@ def read_peft_config(found: Mapping[str, Any], where: str) -> tuple[LoraConfig, 
         ModelError: it is of a kind that is not computed here.
     """
     strange = {name: value for name, value in found.items() if value and name not in PLAIN_KEYS}
-    strange |= {name: found[name] for name, plain in PLAIN_VALUES.items() if name in found and found[name] not in plain}
+    given = {name: found[name] for name in PLAIN_VALUES if found.get(name) is not None}
+    strange |= {name: value for name, value in given.items() if value not in PLAIN_VALUES[name]}
     if strange:
         name, value = next(iter(strange.items()))
         raise ModelError(
@@ -137,6 +138,9 @@ def read_peft_config(found: Mapping[str, Any], where: str) -> tuple[LoraConfig, 
         if isinstance(targets, str) or len(known) != len(targets):
             raise ModelError(f"{where} has target_modules {targets!r}; known are {', '.join(LoraConfig().targets)}")
         lora = LoraConfig(rank=found["r"], alpha=found["lora_alpha"], targets=tuple(known))
-        return lora, str(found["base_model_name_or_path"])
+        base = found["base_model_name_or_path"]
+        if not isinstance(base, str):
+            raise ModelError(f"{where} has base_model_name_or_path {base!r}; name the model that it was trained beside")
+        return lora, base
     except (KeyError, TypeError, ValidationError) as error:
         raise ModelError(f"{where} can't be read: {error}") from error

@@ -235,8 +235,7 @@ class LiveEpisode:
         """
         self.check_agent(agent)
         served, tracker = self.policies[policy], self.trackers[policy]
-        reply_format = served.codec.format
-        if request.unthinking is not None and reply_format is not None and reply_format.has_reasoning:
+        if request.unthinking is not None and served.codec.suited(request.tools).has_reasoning:
             raise UnsupportedError(
                 f"{request.unthinking} forbids the model to reason, and its chat template has it do so",
                 "leave it out",
@@ -355,6 +354,7 @@ def _script_ids(served: ServedPolicy, script: Script) -> tuple[int, ...]:
 def _grammar(codec: ChatCodec, request: CallRequest, draft: Draft) -> str | None:
     """What the reply must follow; None where it is free."""
     tools = request.tools
+    codec = codec.suited(tools)
     match request.tool_choice:
         case Named(names):
             return codec.forced_call_grammar(tools, names, draft)

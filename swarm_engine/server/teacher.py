@@ -23,7 +23,7 @@ from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.types import Call, Episode
 
 KEY_VARIABLE = "A3R_TEACHER_API_KEY"
-"""Holds the key; unset sends none."""
+"""Holds the key, or a whole authorization such as `Basic dXNlcjpwYXNz`; unset sends none."""
 PASSING = frozenset({408, 409, 425, 429, *range(500, 600)})
 """Statuses after which the same request may succeed."""
 LOWEST_LOGPROB = -1e4
@@ -57,9 +57,11 @@ class Teacher:
     def __init__(self, config: TeacherConfig, patience: Patience | None = None) -> None:
         self._config = config
         self._patience = patience or Patience()
-        key = os.environ.get(KEY_VARIABLE)
+        self._key = os.environ.get(KEY_VARIABLE, "").strip()
         # As it is: a little of what is compressed may be a lot.
-        self._headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self._headers = {"accept-encoding": "identity"}
+        if self._key:
+            self._headers["authorization"] = self._key if " " in self._key else f"Bearer {self._key}"
 
     async def probe(self, codec: ChatCodec) -> None:
         """See that it answers, and that its tokens are those of the policy where it says what they are.
@@ -149,7 +151,10 @@ class Teacher:
                             "see that teacher.base_url leads to a server that answers completions as vLLM does",
                         )
                     return _json(answer.body)
-                problem = f"{where} answers {answer.status}: {shown(answer.body.decode(errors='replace'))}"
+                said = answer.body.decode(errors="replace")
+                for part in self._key.split():
+                    said = said.replace(part, "***")
+                problem = f"{where} answers {answer.status}: {shown(said)}"
                 if answer.status not in PASSING:
                     raise TeacherError(problem, "see that teacher.model is served there and takes prompts of token ids")
             if clock() + pause_s > last_start:

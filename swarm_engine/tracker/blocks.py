@@ -97,18 +97,19 @@ class EpisodeBlocks:
             chain.append(base)
         chain.reverse()
         first = self._notes[chain[0]]
-        tools = self._codec.protect_tools(first.tools)
+        codec = self._codec.suited(first.tools)
+        tools = codec.protect_tools(first.tools)
         pieces: list[Piece] = []
         history: list[Message] = []
         """All that stands before the answer of the call before, protected."""
         for one in chain:
             if one not in self._added:
-                self._protected[one] = tuple(map(self._codec.protect, self._notes[one].messages))
+                self._protected[one] = tuple(map(codec.protect, self._notes[one].messages))
                 self._added[one] = self._read(one, history, tools)
             pieces += self._added[one]
             note = self._notes[one]
             if note.extends is not None:
-                history.append(self._codec.protect(self._notes[note.extends].answer.message()))
+                history.append(codec.protect(self._notes[note.extends].answer.message()))
             history += self._protected[one]
         return pieces
 
@@ -164,20 +165,20 @@ class EpisodeBlocks:
         tools: Sequence[Tool],
     ) -> list[str]:
         """What the template writes behind an answer, up to the end of each later message."""
-        codec = self._codec
+        codec = self._codec.suited(tools)
         texts = self._render([*history, codec.stand_in(answer)], later, tools)
         tails = [codec.after(text, answer) for text in texts]
         return [codec.join(tail, answer, completion_ids) for tail in tails if tail is not None]
 
     def _render(self, known: Sequence[Message], later: Sequence[Message], tools: Sequence[Tool]) -> list[str]:
         """The conversation up to each later message, from the last known one on, then with the generation prompt."""
-        messages = [*known, *later]
+        messages, codec = [*known, *later], self._codec.suited(tools)
         try:
             texts = [
-                self._codec.render(messages[:count], tools, add_generation_prompt=False)
+                codec.render(messages[:count], tools, add_generation_prompt=False)
                 for count in range(max(len(known), 1), len(messages) + 1)
             ]
-            return [*texts, self._codec.render(messages, tools)]
+            return [*texts, codec.render(messages, tools)]
         except BadRequestError:
             return []
 

@@ -12,6 +12,7 @@ What a template takes and how it writes reasoning and tool calls is asked of the
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -33,7 +34,7 @@ from swarm_engine.tracker.marks import ANY, BREAKER, SENTINEL
 from swarm_engine.tracker.markup import Markup
 from swarm_engine.tracker.messages import Message, Tool
 from swarm_engine.tracker.replies import ReplyReader
-from swarm_engine.tracker.template import ChatTemplate, RawArguments, simpler_message, template_of
+from swarm_engine.tracker.template import ChatTemplate, RawArguments, read_templates, simpler_message
 from swarm_engine.tracker.token_bytes import byte_reader, fallback_bytes
 
 if TYPE_CHECKING:
@@ -59,13 +60,21 @@ SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 class ChatCodec:
     """Messages to ids and ids to text for one policy. Thread-safe."""
 
-    def __init__(self, tokenizer_json: str, template: ChatTemplate, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: str,
+        template: ChatTemplate,
+        end_ids: Sequence[int],
+        tool_template: ChatTemplate | None = None,
+    ) -> None:
         """Read a tokenizer.
+
+        Args:
+            tool_template: of requests with tools; None where `template` is theirs too.
 
         Raises:
             TokenizerError: it is broken, or of a kind that can't be decoded token by token.
         """
-        self.template = template
         try:
             self._full = Tokenizer.from_str(tokenizer_json)
         except Exception as error:  # tokenizers has no narrower class
@@ -96,9 +105,19 @@ class ChatCodec:
         self.token_bytes = lru_cache(maxsize=None)(self._token_bytes)
         self._encode_piece = lru_cache(maxsize=16384)(self.encode_text)
         self._max_token_bytes = self._longest_token()
-        added = [content for content in self._added if len(content) > 1]
-        ends = [self._added_text[one] for one in end_ids if one in self._added_text]
-        self._tag = tag_pattern(added)
+        self._tag = tag_pattern(list(self._added))
+        self._follow(template)
+        self._with_tools = self
+        if tool_template is not None:
+            suited = copy.copy(self)
+            suited._follow(tool_template)
+            self._with_tools = suited._with_tools = suited
+
+    def _follow(self, template: ChatTemplate) -> None:
+        """Find out how a template writes what this tokenizer encodes."""
+        self.template = template
+        added = list(self._added)
+        ends = [self._added_text[one] for one in self.end_ids if one in self._added_text]
         self.format, self._wants = find_format(
             lambda messages, tools, is_asked: template.render(messages, tools, add_generation_prompt=is_asked),
             added,
@@ -111,7 +130,6 @@ class ChatCodec:
         self._closing = re.compile(
             r"\s*".join(re.escape(part).replace(ANY, r'[^\s"<>\[\]]*') for part in ["", *closing.split()])
         )
-
         self._shows_reply_names = self._tells_names_of_replies()
 
     @staticmethod
@@ -127,10 +145,7 @@ class ChatCodec:
             config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
             if not isinstance(config, dict):
                 raise ValueError(f"{config_file.name} is {shown(config)}, no JSON object")
-            template_file = folder / "chat_template.jinja"
-            source = (
-                template_file.read_text(encoding="utf-8") if template_file.exists() else template_of(config, folder)
-            )
+            source, tool_source = read_templates(folder, config)
         except (OSError, ValueError, RecursionError) as error:
             raise TokenizerError(
                 f"the tokenizer in {folder} can't be read ({error})", "check the model folder"
@@ -141,8 +156,9 @@ class ChatCodec:
             if name.endswith("_token") and isinstance(text, str):
                 special_tokens[name] = text
         template = ChatTemplate(source, special_tokens, now)
+        tool_template = None if tool_source is None else ChatTemplate(tool_source, special_tokens, now)
         try:
-            codec = ChatCodec(tokenizer_json, template, end_ids)
+            codec = ChatCodec(tokenizer_json, template, end_ids, tool_template)
         except TokenizerError as error:
             raise TokenizerError(f"{folder}: {error.message}", error.hint) from error
         codec.prove()
@@ -188,10 +204,19 @@ class ChatCodec:
 
     # Messages to ids
 
+    def suited(self, tools: Sequence[Tool]) -> ChatCodec:
+        """The codec of requests with these tools: some models have a template of its own for tools."""
+        return self._with_tools if tools else self
+
     @property
     def reasoning_tags(self) -> Reasoning | None:
         """The tags around reasoning, where there are any."""
         return self.format.reasoning if self.format is not None else None
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether replies may hold reasoning."""
+        return self.format is not None and self.format.has_reasoning
 
     @property
     def takes_tools(self) -> bool:
@@ -464,8 +489,9 @@ class ChatCodec:
 
         The reply to a raw prompt is content from end to end, for no template has said how to read it.
         """
-        markup = None if draft.is_raw else self._markup
-        is_open = self._opens_reasoning(draft)
+        suited = self.suited(draft.tools)
+        markup = None if draft.is_raw else suited._markup
+        is_open = suited._opens_reasoning(draft)
         names: Collection[str] = [tool["function"]["name"] for tool in draft.tools] if reads_tools else ()
         return ReplyReader(self, draft.call_id, stop=stop, markup=markup, is_reasoning_open=is_open, tool_names=names)
 

@@ -8,7 +8,7 @@ the recorded ids or be what the template writes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm_engine.errors import BadRequestError, TokenizerError
 from swarm_engine.tracker.answers import Answer, ToolCall
@@ -100,23 +100,27 @@ REASONED_CALL = Case(
 
 
 def check_conformance(codec: ChatCodec) -> None:
-    """Drive every case that the template has a place for.
+    """Drive every case that the model's templates have a place for.
 
     Raises:
         TokenizerError: a case fails; it is named and shown.
     """
-    form = codec.format
-    _drive(codec, PLAIN)
-    if form is None:
-        return
-    if form.has_reasoning:
-        _drive(codec, REASONED)
-    if form.calls is not None and codec.takes_tools:
-        _drive(codec, ONE_CALL)
+    _check_answers(codec, ())
+    suited = codec.suited(TOOLS)
+    if suited.takes_tools:
+        if suited is not codec:
+            _check_answers(suited, TOOLS)
+        _drive(suited, ONE_CALL)
         # Some templates take one call a message, or no reasoning beside it; requests get the same refusal.
-        _drive(codec, TWO_CALLS, may_refuse=True)
-        if form.has_reasoning:
-            _drive(codec, REASONED_CALL, may_refuse=True)
+        _drive(suited, TWO_CALLS, may_refuse=True)
+        if suited.has_reasoning:
+            _drive(suited, REASONED_CALL, may_refuse=True)
+
+
+def _check_answers(codec: ChatCodec, tools: tuple[Tool, ...]) -> None:
+    """Drive the cases without a call."""
+    for case in (PLAIN, REASONED) if codec.has_reasoning else (PLAIN,):
+        _drive(codec, replace(case, tools=tools))
 
 
 def _drive(codec: ChatCodec, case: Case, *, may_refuse: bool = False) -> None:

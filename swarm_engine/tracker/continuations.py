@@ -74,6 +74,7 @@ def _continuation(one: Asked, base: Asked, codec: ChatCodec) -> Continuation | N
 
 def _own_start(one: Asked, base: Asked, codec: ChatCodec) -> int | None:
     """Where in its prompt what a call added begins; None where the template leaves nobody able to tell."""
+    codec = codec.suited(one.tools)
     messages, tools = tuple(map(codec.protect, one.messages)), codec.protect_tools(one.tools)
     num_known, answer = len(base.messages), base.note.answer
     try:

@@ -169,7 +169,9 @@ def _parse(raw: Any, where: str) -> Message:
     for key in ("name", "tool_call_id"):
         if raw.get(key) is not None:
             message[key] = read_text(raw[key], f"{where}.{key}")
-    reasoning = raw.get("reasoning_content", raw.get("reasoning"))
+    reasoning = raw.get("reasoning_content")
+    if reasoning is None:
+        reasoning = raw.get("reasoning")
     if reasoning:
         message["reasoning_content"] = read_text(reasoning, f"{where}.reasoning_content")
     if raw.get("tool_calls"):

@@ -16,8 +16,12 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from swarm_engine.errors import BadRequestError, TokenizerError
+from swarm_engine.protocol import ADDITIONAL_TEMPLATES, CHAT_TEMPLATE
 from swarm_engine.tracker.marks import BREAKER, SENTINEL
 from swarm_engine.tracker.messages import Message, Tool
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of the templates that transformers takes by itself, the second for requests with tools."""
 
 
 class RawArguments(str):
@@ -90,6 +94,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages,
                 tools=list(tools) or None,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
@@ -115,14 +120,36 @@ def simpler_message(message: Message) -> Message:
     return simpler
 
 
-def template_of(config: Mapping[str, Any], folder: Path) -> str:
-    """The chat template inside tokenizer_config.json: a text, or a list of named ones."""
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
-        template = named[-1].get("template") if named else None
-    if not isinstance(template, str):
+def read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The templates of requests without tools and with them; None where the first is for both.
+
+    Files go before tokenizer_config.json, where the template is a text, or several with a name each.
+
+    Raises:
+        TokenizerError: there is none for requests without tools.
+        OSError, ValueError: a file can't be read.
+    """
+    named: dict[str, str] = {}
+    if files := _template_files(folder):
+        named = {name: path.read_text(encoding="utf-8") for name, path in files.items() if name in (DEFAULT, TOOL_USE)}
+        names = sorted(files)
+    else:
+        given = config.get("chat_template")
+        if isinstance(given, list):
+            pairs = [(one.get("name"), one.get("template")) for one in given if isinstance(one, dict)]
+        else:
+            pairs = list(given.items()) if isinstance(given, dict) else [(DEFAULT, given)]
+        named = {name: one for name, one in pairs if isinstance(name, str) and isinstance(one, str)}
+        names = sorted(named)
+    if DEFAULT not in named:
         raise TokenizerError(
-            f"{folder} holds no chat template", "add chat_template.jinja, or use an instruct version of the model"
+            f"{folder} holds no chat template" + (f" named {DEFAULT!r}, only {', '.join(names)}" if names else ""),
+            "add chat_template.jinja, or use an instruct version of the model",
         )
-    return template
+    return named[DEFAULT], named.get(TOOL_USE)
+
+
+def _template_files(folder: Path) -> dict[str, Path]:
+    files = {path.stem: path for path in sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))}
+    default = folder / CHAT_TEMPLATE
+    return {DEFAULT: default} | files if default.exists() else files

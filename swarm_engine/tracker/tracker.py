@@ -173,8 +173,9 @@ class EpisodeTracker:
             BadRequestError: the chat template refuses the messages, or has no place for a part of them.
             ContextLengthError: the prompt is so long that it need not be encoded to know that it doesn't fit.
         """
-        messages, tools = self._codec.without_labels(messages), tuple(tools)
-        self._codec.check(messages, tools)
+        codec, tools = self._codec.suited(tools), tuple(tools)
+        messages = codec.without_labels(messages)
+        codec.check(messages, tools)
         digests = prefix_digests(agent, messages, tools)
         base = self._longest_base(messages, digests)
         draft = self._render(agent, messages, tools, digests[-1]) if base is None else self._go_on(base, messages)
@@ -226,9 +227,10 @@ class EpisodeTracker:
 
     def _render(self, agent: str, messages: tuple[Message, ...], tools: tuple[Tool, ...], digest: bytes) -> Draft:
         """A request whose prompt is rendered whole."""
-        protected = tuple(map(self._codec.protect, messages))
-        protected_tools = self._codec.protect_tools(tools)
-        rendered = self._codec.render(protected, protected_tools)
+        codec = self._codec.suited(tools)
+        protected = tuple(map(codec.protect, messages))
+        protected_tools = codec.protect_tools(tools)
+        rendered = codec.render(protected, protected_tools)
         return Draft(
             call_id="",
             ask_id="",
@@ -253,7 +255,8 @@ class EpisodeTracker:
         What is known of the history comes from the record and not from the request: reasoning that the caller left out
         is the template's to drop.
         """
-        codec, before = self._codec, base.draft
+        before = base.draft
+        codec = self._codec.suited(before.tools)
         num_known = len(before.messages) + 1
         later = _rename_calls(messages[num_known - 1], base.answer, messages[num_known:])
         answer = base.answer.message(has_written_ids=True)
@@ -278,7 +281,7 @@ class EpisodeTracker:
 
     def _suffix(self, base: _Answered, rendered: str, later: Sequence[Message]) -> tuple[int, ...] | None:
         """Ids to append to what `base` recorded, or None where the template takes something out of it."""
-        codec, answer, start = self._codec, base.answer, base.draft.rendered
+        codec, answer, start = self._codec.suited(base.draft.tools), base.answer, base.draft.rendered
         try:
             marked = codec.render((*base.draft.protected, codec.stand_in(answer), *later), base.draft.protected_tools)
         except BadRequestError:

@@ -36,12 +36,12 @@ from swarm_engine.folders import (
 from swarm_engine.models.loading import (
     BASE,
     DTYPE_KEYS,
-    TOKENIZER_FILES,
     LoadedPolicy,
     load_adapter,
     read_json,
     read_tensors,
     save_policy,
+    tokenizer_files,
 )
 from swarm_engine.models.lora import ADAPTER_CONFIG, peft_config
 from swarm_engine.trainer.adamw import AdamW
@@ -163,8 +163,8 @@ def _difference(folder: Path, policy: LoadedPolicy) -> str | None:
         for key in sorted((there.keys() | here.keys()) - DTYPE_KEYS):
             if there.get(key) != here.get(key):
                 return f"{key} is {there.get(key)!r} in its {name} and {here.get(key)!r} in the model's"
-    for name in TOKENIZER_FILES:
-        then, now = (path / name for path in (folder, policy.tokenizer_dir))
-        if then.is_file() != now.is_file() or (then.is_file() and describe(then) != describe(now)):
+    then, now = tokenizer_files(folder), tokenizer_files(policy.tokenizer_dir)
+    for name in dict.fromkeys([*then, *now]):
+        if name not in then or name not in now or describe(folder / name) != describe(policy.tokenizer_dir / name):
             return f"its {name} differs"
     return None

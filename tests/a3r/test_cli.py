@@ -164,13 +164,18 @@ def test_a_run_and_its_picture_are_json_lines_with_the_result_last(tmp_path, a3r
     assert not (tmp_path / "no").exists()
 
 
+ODD = "[/red] [bold]x[/bold]"
+"""Text of a user, which is no markup."""
+
+
 def test_the_database_may_lie_elsewhere(tmp_path, a3r):
     url = f"sqlite:///{tmp_path / 'elsewhere.db'}"
     with open_database(url) as database, database.write() as session:
-        runs = [create_single_run(session, "vibe", "Play nim", "nim", {"size": size}) for size in (3, 4)]
+        runs = [create_single_run(session, "vibe", f"Play {ODD}", "nim", {"size": size}) for size in (3, 4)]
     for words in (("runs",), ("show", runs[0]), ("compare", *runs)):
         done = a3r(*words, "--db", url, "--json")
         assert runs[0] in done.stdout, done.stderr
+    assert ODD in a3r("show", runs[0], "--db", url).stdout
     done = a3r("resume", "01NOSUCHSTUDY", "--db", "mysql://here/there")
     assert (done.returncode, "mysql is not supported" in done.stderr) == (1, True)
     assert not (tmp_path / ".a3r").exists()

@@ -201,6 +201,14 @@ def test_a_pid_that_now_belongs_to_another_process_is_left_alone(tmp_path):
         innocent.kill()
 
 
+def test_a_secret_is_in_the_environment_of_a_job_and_in_no_file(tmp_path):
+    executor = LocalExecutor(tmp_path / "jobs", slots=1, secrets={"PGPASSWORD": "hunter2"})
+    executor.submit("j1", spec(tmp_path, "import os; print(len(os.environ['PGPASSWORD']))"))
+    status = wait(executor, "j1", ended)
+    assert status.log.read_text() == "7\n"
+    assert not [path for path in status.log.parent.iterdir() if "hunter2" in path.read_text()]
+
+
 def test_a_command_that_is_not_there_says_so(tmp_path):
     executor = LocalExecutor(tmp_path / "jobs", slots=1)
     executor.submit("j1", JobSpec(("/no/such/program",), str(tmp_path), 10.0))

@@ -31,6 +31,7 @@ from a3r.errors import A3RError, PlanError, StoppedError, StudyBusyError, StudyV
 from a3r.graph.build import build_graph
 from a3r.graph.driver import drive, saver
 from a3r.graph.lease import lease
+from a3r.graph.runner import job_spec
 from a3r.graph.state import Approval
 from a3r.integrity import check_seeds
 from a3r.paths import Home
@@ -156,6 +157,15 @@ def test_a_budget_that_is_used_up_adds_no_seeds(plan_of):
     assert can_add(143.0)
     assert not can_add(145.0)
     assert affordable(plan, [run], stage=2) == (False, "no seeds are left to add")
+
+
+def test_the_command_of_a_job_does_not_show_the_password_of_the_database(answered):
+    """Every user of the machine sees it, and it is kept."""
+    lab, study = answered
+    run = store.runs(lab.deps.database, study)[0]
+    elsewhere = dataclasses.replace(lab.deps.database, url="postgresql+psycopg://me:hunter2@host/name")
+    command = job_spec(dataclasses.replace(lab.deps, database=elsewhere), {"study_id": study, "stage": 0}, run).command
+    assert command[-2:] == ("--db", "postgresql+psycopg://me@host/name")
 
 
 def test_a_run_may_be_lost_twice_however_often_the_user_stopped_it(answered):

@@ -140,7 +140,8 @@ SMALL = {"seed": 7, "trainer": {"group_size": 2, "tasks_per_update": 2}, "sample
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine that plays scripts, with a chat template that knows tools and reasoning."""
-    with serve_thread(tmp_path_factory.mktemp("played") / "run", template=TOOLS_AND_THINKING) as served:
+    run_dir = tmp_path_factory.mktemp("played") / "-".join(["longer", "than", "the", "path", "of", "a", "socket"] * 4)
+    with serve_thread(run_dir, template=TOOLS_AND_THINKING) as served:
         with served.client() as client:
             client.start({**SMALL, "sampler": {"backend": "scripted", "max_tokens": 1000}}, wait=True)
         yield served

@@ -83,6 +83,9 @@ def test_no_server_and_no_token_say_what_to_do(tmp_path: Path) -> None:
     )
     said = swarm("status", "--url", "http://127.0.0.1:9", "--token-file", str(tmp_path / "none"), ok=False)
     assert "can't be read (No such file or directory); a server writes it" in said
+    (tmp_path / "token").write_text("x")
+    said = swarm("status", "--url", "http://me:pw@host", "--token-file", str(tmp_path / "token"), ok=False)
+    assert "holds a user name, a password or a query" in said
 
 
 @pytest.mark.parametrize("text", ["{", '{"observer": "x"}', '{"operator": 7}', "two\nlines", "# A3R", ""])

@@ -11,6 +11,7 @@ import pytest
 from conftest import SMALL, Served
 
 from swarm_engine.client import (
+    AddressError,
     AsyncSwarmClient,
     Episode,
     EpisodeLostError,
@@ -302,6 +303,15 @@ def test_nobody_at_the_address_is_a_clear_error() -> None:
                 await anext(client.events())
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("url", ["http://me:hunter2@host:1", "http://hunter2@host", "http://host/?token=hunter2"])
+def test_an_address_with_a_secret_is_refused_without_showing_it(url: str) -> None:
+    """Addresses stand in errors, logs and rows; a password in one went before the token and opened nothing."""
+    for kind in (SwarmClient, AsyncSwarmClient):
+        with pytest.raises(AddressError, match="a token opens it") as caught:
+            kind(url, "token")
+        assert "hunter2" not in str(caught.value)
 
 
 def test_a_token_that_can_not_be_a_header_is_refused() -> None:

@@ -14,6 +14,7 @@ from tiny_tokenizer import (
     CHATML,
     END_ID,
     PAD_ID,
+    SPECIAL,
     START_ID,
     THINK_ID,
     UNTHINK_ID,
@@ -21,6 +22,7 @@ from tiny_tokenizer import (
     make_tokenizer,
     write_tokenizer,
 )
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from swarm_engine.errors import BadRequestError, ContextLengthError, TokenizerError
 from swarm_engine.tracker.answers import TextDelta
@@ -227,12 +229,48 @@ def test_a_template_inside_the_config_is_found(tmp_path: Path) -> None:
     assert ChatCodec.load(tmp_path, (END_ID,), NOW).render([{"role": "user", "content": "x"}]) == "x"
 
 
+def test_what_a_config_says_of_special_tokens_and_of_clean_text_changes_no_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    config = {
+        "eos_token": "<|im_end|>",
+        "extra_special_tokens": ["<|endoftext|>"],
+        "additional_special_tokens": ["<|im_start|>"],
+        "clean_up_tokenization_spaces": True,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    codec = ChatCodec.load(tmp_path, (END_ID,), NOW)
+    assert codec.decode(codec.encode_text("Hello , world ! it 's")) == "Hello , world ! it 's"
+
+
 def test_a_tokenizer_that_makes_control_tokens_from_plain_text_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     text = (folder / "tokenizer.json").read_text().replace('"<think>"', '"the"')
     (folder / "tokenizer.json").write_text(text.replace(f'"id": {THINK_ID},', f'"id": {THE},'))
     with pytest.raises(TokenizerError, match="'the' from plain text"):
         ChatCodec.load(folder, (END_ID,), NOW)
+
+
+@pytest.mark.parametrize("kind", ["Prepend", "Metaspace"])
+def test_a_tokenizer_that_puts_a_blank_before_the_first_piece_alone_is_refused(kind: str, tmp_path: Path) -> None:
+    """As SentencePiece's do: pieces encoded apart would get blanks that the tokenizer does not put there."""
+    letters = {chr(code) for code in range(33, 127)} | {"\u2581"}
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(letters)]
+    vocab = {token: place for place, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if kind == "Prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        pieces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(pieces)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        metaspace = decoders.Metaspace(prepend_scheme="first", split=False)
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), metaspace])
+    control = [AddedToken(text, special=True, normalized=kind == "Prepend") for text in SPECIAL]
+    tokenizer.add_special_tokens(control)
+    write_tokenizer(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="joins text across control tokens; use a byte-level"):
+        ChatCodec.load(tmp_path, (tokenizer.token_to_id("<|im_end|>"),), NOW)
 
 
 def test_a_missing_tokenizer_says_which_folder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -18,8 +19,9 @@ import pytest
 from conftest import SMALL, Served, fake_worker, log_of, serve_process
 from tiny_tokenizer import END_ID, ids
 
-from swarm_engine.client import SwarmClient, SyncEpisode
-from swarm_engine.types import Mode
+from swarm_engine.client import AsyncSwarmClient, SwarmClient, SyncEpisode
+from swarm_engine.server.serve import ServeOptions, listening
+from swarm_engine.types import EngineState, Mode
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PLAYED = {**SMALL, "sampler": {"backend": "scripted", "max_tokens": 100_000}}
@@ -51,6 +53,22 @@ def read_until(line: socket.socket, wanted: bytes) -> bytes:
         assert piece, found
         found += piece
     return found
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost", "127.0.0.1"])
+def test_whatever_it_is_bound_to_a_server_tells_an_address_that_is_one(host: str, tmp_path: Path) -> None:
+    if host == "::1" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+
+    async def ask() -> tuple[str, EngineState]:
+        async with listening(ServeOptions(tmp_path / "run", host=host, worker_command=("false",))) as front:
+            token = json.loads(front.token_file.read_text())["observer"]
+            async with AsyncSwarmClient(front.url, token) as client:
+                return front.url, (await client.status()).state
+
+    url, state = asyncio.run(ask())
+    assert state is EngineState.OFFLINE
+    assert url.startswith("http://[::1]:" if host == "::1" else "http://127.0.0.1:" if host[0] == "1" else "http://")
 
 
 def wait_until(is_true: Callable[[], bool], timeout_s: float = 8.0) -> None:

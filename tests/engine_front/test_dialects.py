@@ -32,7 +32,7 @@ from swarm_engine.server.dialects.writing import encode
 from swarm_engine.server.episodes import LiveEpisode, _grammar
 from swarm_engine.server.inference import choose_agent, read_json
 from swarm_engine.server.serve import Front
-from swarm_engine.types import Mode
+from swarm_engine.types import EngineState, Mode
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 LOOKUP: Any = {
@@ -491,7 +491,52 @@ def test_reasoning_comes_apart_from_the_content(played: Served) -> None:
         assert last[: len(first)] == first
 
 
-@pytest.mark.parametrize("thought", [{"reasoning_content": "plan A"}, {"reasoning_content": ""}, {}])
+def test_a_run_folder_may_have_a_longer_path_than_a_socket(played: Served) -> None:
+    assert len(str(played.run_dir)) > 108
+    with played.client() as client:
+        assert client.status().state is EngineState.ROLLING
+
+
+NULLS = {"refusal": None, "audio": None, "function_call": None, "annotations": []}
+
+
+def test_an_sdks_message_dumped_with_all_its_nulls_is_the_reply_that_it_was(played: Served) -> None:
+    with episode(played, TWO_CALLS, "Done.", "Bye.") as claimed, sdk(claimed) as api:
+        history: Any = [*HI]
+        for _ in range(3):
+            reply = api.chat.completions.create(model="m", messages=history, tools=[LOOKUP])
+            dumped = reply.choices[0].message.model_dump() | NULLS
+            calls = dumped.get("tool_calls") or []
+            dumped["tool_calls"] = [{**call, "index": index} for index, call in enumerate(calls)] or None
+            history.append(dumped)
+            history += [{"role": "tool", "tool_call_id": call["id"], "content": "17"} for call in calls] or HI
+        first, second, third = recorded(played, claimed)
+        assert second[: len(first)] == first
+        assert third[: len(second)] == second
+
+
+def test_a_reply_that_the_caller_began_is_refused_or_begun_anew(played: Served) -> None:
+    begun = [*HI, {"role": "assistant", "content": "1, 2, 3,"}]
+    with episode(played, "4", "5") as claimed:
+        answer = post(claimed, "messages", {**BODIES["messages"], "messages": begun})
+        assert answer.status_code == 400
+        assert "the last message is the assistant's" in answer.json()["error"]["message"]
+        answer = post(claimed, "chat/completions", {"messages": begun, "continue_final_message": True})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
+        assert post(claimed, "chat/completions", {"messages": begun}).status_code == 200
+        assert shown(requests(played)[-1]["prompt_ids"]).endswith("1, 2, 3,<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"reasoning_content": "plan A"},
+        {"reasoning": "plan A"},
+        {"reasoning_content": None, "reasoning": "plan A"},
+        {"reasoning_content": ""},
+        {},
+    ],
+)
 def test_reasoning_in_a_history_is_rendered_and_its_absence_leaves_no_empty_block(
     played: Served, thought: dict[str, Any]
 ) -> None:
@@ -504,7 +549,7 @@ def test_reasoning_in_a_history_is_rendered_and_its_absence_leaves_no_empty_bloc
         prompt = requests(played)[-1]["prompt_ids"]
         assert answer["usage"]["prompt_tokens"] == len(prompt)
         assert recorded(played, claimed)[0][: len(prompt)] == prompt
-        has_thought = bool(thought.get("reasoning_content"))
+        has_thought = any(thought.values())
         assert ("\nplan A\n" in shown(prompt), prompt.count(THINK_ID)) == (has_thought, int(has_thought))
 
 

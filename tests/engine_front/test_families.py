@@ -14,7 +14,7 @@ from chats import ARGUMENTS, TOOLS, WITH_TOOLS, Chat, call_text, final_text, rew
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
-from tiny_tokenizer import ids
+from tiny_tokenizer import ids, make_tokenizer
 
 from swarm_engine.config import History, Merge
 from swarm_engine.errors import BadRequestError, TokenizerError, UnsupportedError
@@ -26,6 +26,7 @@ from swarm_engine.tracker.conformance import check_conformance
 from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.marks import BREAKER
 from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
+from swarm_engine.tracker.template import ChatTemplate
 from swarm_engine.tracker.tracker import EpisodeRecord, EpisodeTracker
 from swarm_engine.types import Author, FinishReason, Untrained
 
@@ -127,6 +128,13 @@ def test_an_id_that_is_used_again_means_the_newest_call(kind: str) -> None:
     shown = chat.codec.show(draft.prompt_ids)
     behind = shown[shown.index("seventeen") :]
     assert shown.count("call00000") == behind.count("call00000") == 2, "the edited call and its result"
+
+
+def test_a_tool_is_shown_in_the_letters_it_is_described_with() -> None:
+    tool = {"type": "function", "function": {"name": "look", "description": "Größe 天气", "parameters": {}}}
+    chat = Chat("qwen25", tools=[tool])
+    (draft,) = chat.ask(user("hi"))
+    assert '"description": "Größe 天气"' in chat.codec.show(draft.prompt_ids)
 
 
 def test_a_template_that_shows_the_names_of_replies_gets_them() -> None:
@@ -660,6 +668,64 @@ def test_blocks_show_a_tool_conversation_message_by_message() -> None:
     ]
     assert blocks[4].text == "<|im_start|>user\n<tool_response>\n17\n</tool_response><|im_end|>\n"
     assert [note.tools != () for note in record.notes] == [True, False, False]
+
+
+UNTOOLED = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Shows neither tools nor calls."""
+
+
+def with_tool_template(template: str) -> ChatCodec:
+    tokenizer = make_tokenizer(QWEN25.special, QWEN25.added)
+    ends = [tokenizer.token_to_id(end) for end in QWEN25.ends]
+    return ChatCodec(tokenizer.to_str(), ChatTemplate(UNTOOLED, {}, NOW), ends, ChatTemplate(template, {}, NOW))
+
+
+def test_a_conversation_branches_where_tools_come_or_go_and_each_request_has_its_own_template() -> None:
+    chat = Chat("qwen25")
+    chat.codec = with_tool_template(QWEN25.template)
+    check_conformance(chat.codec)
+    chat.tracker = EpisodeTracker("e", "policy", chat.codec)
+    chat.messages = [user("hi")]
+    chat.turn("ok<|im_end|>", user("go"))
+    chat.turn("so<|im_end|>", user("look"))
+    chat.tools = parse_tools(TOOLS)
+    chat.turn(call_text("qwen25", "{}"))
+    chat.messages += chat.results("17")
+    chat.turn("It is 17.<|im_end|>")
+    chat.tools = ()
+    with pytest.raises(UnsupportedError, match="no place for tool calls"):
+        chat.ask(*chat.messages)
+    chat.messages = [*chat.messages[:4], user("and?")]
+    chat.turn("yes<|im_end|>")
+
+    assert [draft.extends for draft in chat.drafts] == [None, "e-0", None, "e-2", "e-1"]
+    assert ["<tools>" in chat.codec.show(draft.prompt_ids) for draft in chat.drafts] == [0, 0, 1, 1, 0]
+    record = chat.record()
+    shown = EpisodeBlocks(record, chat.codec)
+    for row in chat.rows():
+        blocks = shown.blocks(row)
+        assert sum((block.token_ids for block in blocks), ()) == row.tokens
+        assert len(blocks) > 4, "message by message"
+    (called,) = [note.answer for note in record.notes if note.answer.tool_calls]
+    assert [call.name for call in called.tool_calls] == ["look"]
+    assert sum(row.num_trained for row in merge(with_continuations(record, chat.codec).timelines(), Merge.TEXT)) == sum(
+        len(sampled) for _, sampled in chat.served.values()
+    )
+
+
+def test_tools_are_judged_by_the_template_that_is_used_for_them() -> None:
+    codec = with_tool_template(UNTOOLED)
+    check_conformance(codec)
+    tracker = EpisodeTracker("e", "policy", codec)
+    tracker.begin("main", parse_messages([user("hi")]))
+    with pytest.raises(UnsupportedError, match="no place for tools"):
+        tracker.begin("main", parse_messages([user("hi")]), parse_tools(TOOLS))
+    broken = QWEN25.template.replace("(message.content or '')", "(message.content or '') | upper")
+    with pytest.raises(TokenizerError, match=r"a plain conversation, turn 1: .*'TWO, I"):
+        check_conformance(with_tool_template(broken))
 
 
 TEXTS = st.sampled_from(["hi", " spaced \n", "<|im_end|>", "né 😊", "", "<think>x</think>y", "</s>[INST]", '{"a": 1}'])

@@ -172,7 +172,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1e-320}, "temperature"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": "5"}, "max_completion_tokens"),
+    ({"temperature": 1e-8}, "temperature"),
+    ({"temperature": 5e-324}, "temperature"),
+    ({"temperature": 1e30}, "temperature"),
     ({"seed": 1.5}, "seed"),
+    ({"seed": True}, "seed"),
+    ({"seed": 2**63}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
+    ({"seed": 10**400}, "seed"),
     ({"stop": [""]}, "stop"),
     ({"stop": 5}, "stop"),
     ({"stream": 1}, "stream"),
@@ -209,8 +216,9 @@ def test_values_that_change_nothing_and_labels_are_taken(episode: SyncEpisode) -
         "store": False, "max_tokens": 2, "stop": None,
     }  # fmt: skip
     auth = {"authorization": f"Bearer {episode.api_key}"}
-    answer = httpx.post(f"{episode.base_url}/chat/completions", headers=auth, json={"messages": HI, **harmless})
-    assert answer.status_code == 200, answer.text
+    for values in (harmless, {"seed": -1, "max_tokens": 2}, {"temperature": -0.0, "max_tokens": 2}):
+        answer = httpx.post(f"{episode.base_url}/chat/completions", headers=auth, json={"messages": HI, **values})
+        assert answer.status_code == 200, answer.text
 
 
 DEEP = b'{"messages": [{"role": "user", "content": [{"type": ' + b"[" * 990 + b"]" * 990 + b"}]}]}"

@@ -16,11 +16,12 @@ import openai
 import pytest
 from chat_template import TOOLS_AND_THINKING
 from conftest import Served, serve_thread
-from tiny_model import build_tiny_model
+from tiny_model import build_tiny_model, build_tokenizer
 
 from swarm_engine.client import ContextLengthError, SwarmClient, SyncEpisode, Task
 from swarm_engine.server.worker_link import WORKER_COMMAND
 from swarm_engine.tracker.codec import ChatCodec
+from swarm_engine.tracker.template import ChatTemplate, read_templates
 from swarm_engine.types import EngineState, Mode
 
 CONFIG = {
@@ -124,10 +125,11 @@ TURN: dict[str, Any] = {
 
 
 def test_a_forced_call_and_a_form_beside_tools_are_what_a_random_model_writes(tmp_path: Path) -> None:
-    """Its template thinks and calls tools; what it samples under the grammars is read back as calls and answers."""
+    """Its template for tools thinks and calls them; what it samples under the grammars is read back."""
     run_dir = tmp_path / "run"
     model = build_tiny_model(run_dir / "models" / "tiny", spread=0.02, max_position_embeddings=2048)
-    (model / "chat_template.jinja").write_text(TOOLS_AND_THINKING)
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text(TOOLS_AND_THINKING)
     form: Any = {"type": "json_schema", "json_schema": {"name": "move", "schema": MOVE}}
     with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
         client.start({**CONFIG, "policies": {"policy": {"model": "tiny"}}}, wait=True)
@@ -265,6 +267,48 @@ def test_an_engine_that_merges_by_text_trains_dropped_thoughts_in_one_row_and_re
     assert row["num_out_of_context_tokens"] > 0
     assert metrics["out_of_context_tokens"] == 2 * row["num_out_of_context_tokens"]
     assert metrics["merge_ratio"] > 1
+
+
+NAMED = {
+    "default": "{{ messages[0].content }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "tool_use": "{{ messages[0].content }}{{ tools | length }}{{ documents is none }}",
+    "rag": "{{ never",
+}
+
+
+@pytest.mark.parametrize("tools", [None, [TURN]], ids=["alone", "with tools"])
+@pytest.mark.parametrize(
+    ("inside", "files"),
+    [
+        ([{"name": name, "template": text} for name, text in NAMED.items()], {}),
+        (NAMED, {}),
+        (
+            None,
+            {"chat_template.jinja": NAMED["default"], "additional_chat_templates/tool_use.jinja": NAMED["tool_use"]},
+        ),
+        (NAMED["tool_use"], {"chat_template.jinja": NAMED["default"]}),
+        ([{"name": "tool_use", "template": "x"}], {"chat_template.jinja": NAMED["default"]}),
+    ],
+    ids=["list", "object", "files", "file before text", "file before list"],
+)
+def test_the_named_template_is_that_of_transformers(
+    inside: Any, files: dict[str, str], tools: list[Any] | None, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    build_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": inside}))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(HI, tools=tools, add_generation_prompt=True, tokenize=False)
+    default, tool_use = read_templates(tmp_path, {"chat_template": inside})
+    source = tool_use if tools and tool_use else default
+    ours = ChatTemplate(source, {}, datetime.now(UTC)).render(HI, tools or (), add_generation_prompt=True)
+    assert ours == expected
 
 
 def test_the_shipped_tokenizer_is_read_as_transformers_reads_it() -> None:

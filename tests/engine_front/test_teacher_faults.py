@@ -12,7 +12,7 @@ from episodes import call, episode
 
 from swarm_engine.config import TeacherConfig
 from swarm_engine.errors import TeacherError
-from swarm_engine.server.teacher import Patience, Teacher, read_logprobs
+from swarm_engine.server.teacher import KEY_VARIABLE, Patience, Teacher, read_logprobs
 
 BATCH = [episode("e", [call([5], [7, 9])], 1.0)]
 SHORT = Patience(timeout_s=1.5, pauses_s=(0.0, 0.0))
@@ -156,6 +156,18 @@ def test_what_is_compressed_is_not_unpacked() -> None:
 
     said, _ = asyncio.run(ask(behave, Patience()))
     assert "no prompt_logprobs for every token" in said
+
+
+@pytest.mark.parametrize(("key", "sent"), [("hunter2", "Bearer hunter2"), ("Basic aHVudGVyMg==", "Basic aHVudGVyMg==")])
+def test_a_key_is_sent_and_not_told_where_the_teacher_repeats_it(
+    key: str, sent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, key)
+    said, _ = asyncio.run(ask(answering(f"no such key: {sent}!", "401 Unauthorized"), Patience()))
+    assert "answers 401: 'no such key: " in said
+    assert key.split()[-1] not in said
+    teacher = Teacher(TeacherConfig(base_url="http://host/v1", model="large"))
+    assert teacher._headers["authorization"] == sent
 
 
 def test_a_host_that_can_not_be_one_is_told_as_such() -> None:

@@ -371,10 +371,13 @@ def test_a_checkpoint_of_another_model_is_refused(
         load_checkpoint(saved, "policy", other, Trainer(other.model, TrainerConfig()).optimizer)
 
 
-@pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
 def test_a_checkpoint_of_another_tokenizer_or_template_is_refused(tmp_path: Path, file: str) -> None:
     model = build_tiny_model(tmp_path / "model")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     saved = save(tmp_path / "checkpoints", 1, load_policy(model))
+    load_checkpoint(saved, "policy", again := load_policy(model), Trainer(again.model, TrainerConfig()).optimizer)
     (model / file).write_text((model / file).read_text() + "\n")
     with pytest.raises(ModelError, match=f"its {file} differs; put the model back"):
         load_checkpoint(saved, "policy", again := load_policy(model), Trainer(again.model, TrainerConfig()).optimizer)

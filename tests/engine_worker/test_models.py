@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_model import build_tiny_model
+from tiny_model import build_tiny_model, tiny_config
 
 from swarm_engine import models
 from swarm_engine.errors import ModelError
 from swarm_engine.models import resolve
-from swarm_engine.models.decoder import Decoder, attend_causally
+from swarm_engine.models.decoder import ABSENT, FAMILIES, Decoder, DecoderConfig, attend_causally
 from swarm_engine.models.loading import LoadedPolicy, load_policy, save_policy, weights_sha256
 
 TOKENS = torch.randint(0, 900, (3, 40), generator=torch.Generator().manual_seed(1))
@@ -88,6 +88,8 @@ def test_an_export_is_the_model_in_transformers(variant: str, tmp_path: Path) ->
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     start = build_tiny_model(tmp_path / "start", **VARIANTS[variant])
+    (start / "additional_chat_templates").mkdir()
+    (start / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}")
     policy = load_policy(start)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -116,6 +118,7 @@ def test_an_export_is_the_model_in_transformers(variant: str, tmp_path: Path) ->
     prompt = ours.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert prompt == before.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ours.decode(prompt) == "<|im_start|>user\nYour move?<|im_end|>\n<|im_start|>assistant\n"
+    assert ours.apply_chat_template(messages, tools=[{"name": "look"}], tokenize=False) == "look"
 
 
 def test_every_end_id_of_the_generation_config_ends_a_reply(tmp_path: Path) -> None:
@@ -146,6 +149,7 @@ def test_shards_are_read_through_their_index(tiny_dir: Path, tmp_path: Path) -> 
         ({"num_hidden_layers": 4}, "has no tensor 'model.layers.3"),
         ({"num_hidden_layers": 2}, "tensors with no place here"),
         ({"intermediate_size": 200}, r"config.json asks for \(200, 96\)"),
+        ({"tie_word_embeddings": False}, "has no tensor 'lm_head.weight'"),
         ({"eos_token_id": None}, "names no eos_token_id"),
     ],
 )
@@ -363,6 +367,81 @@ def test_a_config_with_a_value_of_another_kind_is_refused(
 ) -> None:
     folder = changed(tiny_dir, tmp_path / "model", **changes)
     with pytest.raises(ModelError, match=f"^{folder}/config.json: {said}"):
+        load_policy(folder)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "hidden_act",
+        "quantization_config",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "use_sliding_window",
+        "attention_bias",
+        "mlp_bias",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "layer_types",
+    ],
+)
+def test_a_null_is_as_if_its_key_were_absent(key: str) -> None:
+    for family in FAMILIES:
+        config = tiny_config(model_type=family)
+        config.pop(key, None)
+        assert DecoderConfig.from_json(config | {key: None}) == DecoderConfig.from_json(config)
+
+
+def test_nulls_inside_a_rotary_embedding_are_as_if_absent(tiny_dir: Path, tmp_path: Path) -> None:
+    nulls = dict.fromkeys(("original_max_position_embeddings", "attention_factor", "beta_fast", "mscale", "rope_theta"))
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    folder = changed(tiny_dir, tmp_path / "model", rope_parameters=yarn | nulls)
+    plain = changed(tiny_dir, tmp_path / "plain", rope_parameters=yarn)
+    assert torch.equal(load_policy(folder).model.cos, load_policy(plain).model.cos)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_absent_and_null_mean_is_what_transformers_takes(family: str) -> None:
+    """Two things for heads and windows: the usual number, and as many as queries have or none."""
+    from transformers import CONFIG_MAPPING
+
+    for key in ABSENT[family]:
+        config = tiny_config(model_type=family, num_attention_heads=32, hidden_size=64, max_position_embeddings=8192)
+        config |= {"use_sliding_window": True, "sliding_window": 8192, "num_key_value_heads": 4, "head_dim": 2}
+        del config[key]
+        refuses_null = (family, key) in {("qwen3", "head_dim"), ("mistral", "num_key_value_heads")}
+        for changes in ({},) if refuses_null else ({}, {key: None}):
+            ours = DecoderConfig.from_json(config | changes)
+            theirs = CONFIG_MAPPING[family](**config | changes)
+            assert ours.num_kv_heads == theirs.num_key_value_heads
+            assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
+            assert ours.max_context == (theirs.sliding_window or 8192)
+
+
+def test_of_two_descriptions_of_a_rotary_embedding_transformers_one_counts() -> None:
+    from transformers import CONFIG_MAPPING
+
+    config = tiny_config(model_type="llama", rope_scaling={"type": "linear", "factor": 4.0}, rope_theta=5e4)
+    config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    theirs = CONFIG_MAPPING["llama"](**config).rope_parameters
+    assert DecoderConfig.from_json(config).rope == {
+        name: theirs[name] for name in ("factor", "rope_type", "rope_theta")
+    }
+
+
+@pytest.mark.parametrize("name", ["inv_freq", "cos_cached", "sin_cached"])
+def test_stored_tables_of_the_rotary_embedding_are_passed_over(name: str, tiny_dir: Path, tmp_path: Path) -> None:
+    folder = changed(tiny_dir, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.layers.0.self_attn.rotary_emb.{name}"] = torch.ones(16)
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(load_policy(folder).model.cos, load_policy(tiny_dir).model.cos)
+    save_file(tensors | {"model.layers.0.self_attn.bias": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"holds 1 tensors with no place here, such as 'model.layers.0.self_attn.bias'"
+    ):
         load_policy(folder)
 
 

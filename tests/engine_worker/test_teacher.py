@@ -101,6 +101,15 @@ def test_an_address_that_is_none_is_refused_before_anything_starts(url: str) -> 
         EngineConfig.model_validate({"teacher": {"base_url": url, "model": "large"}, "trainer": {"teacher_weight": 1}})
 
 
+@pytest.mark.parametrize(
+    "url", ["http://me:hunter2@host/v1", "http://hunter2@host/v1", "http://host/v1?key=hunter2", "http://host#hunter2"]
+)
+def test_an_address_with_a_secret_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(ValidationError, match="A3R_TEACHER_API_KEY") as caught:
+        EngineConfig.model_validate({"teacher": {"base_url": url, "model": "large"}, "trainer": {"teacher_weight": 1}})
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_teacher_and_its_weight_go_together() -> None:
     teacher = {"base_url": "http://localhost:8000/v1", "model": "large"}
     EngineConfig.model_validate({"teacher": teacher, "trainer": {"teacher_weight": 1}})

@@ -80,6 +80,12 @@ def test_a_group_of_one_and_rewards_that_differ_by_rounding_teach_nothing(same: 
     assert group_advantages(same, normalize_by_std=True) == [0.0] * len(same)
 
 
+def test_a_single_loss_among_wins_is_told_by_deviations_worked_out_by_hand() -> None:
+    """Seven of .35 and a 0: mean .30625, deviation .35 * sqrt(7) / 8 = .11575."""
+    found = group_advantages([0.35] * 7 + [0.0], normalize_by_std=True)
+    assert found == pytest.approx([7**-0.5] * 7 + [-(7**0.5)])
+
+
 @given(rewards, st.booleans())
 def test_advantages_sum_to_zero_and_keep_the_order(some: list[float], normalize: bool) -> None:
     advantages = group_advantages(some, normalize_by_std=normalize)

@@ -546,6 +546,13 @@ def test_a_wrong_token_ends_it_with_the_reason(swarm: Any, database: Database, e
         collector.drain(5)
 
 
+@pytest.mark.parametrize("url", ["http://me:hunter2@host", "http://host?token=hunter2"])
+def test_an_address_with_a_secret_is_refused_without_showing_it(url: str) -> None:
+    with pytest.raises(CollectorError, match="a token opens it") as caught:
+        Collector(url, "token", None, "run")
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_run_that_is_not_there_ends_it(swarm: Any, database: Database) -> None:
     with pytest.raises(NotFoundError, match="there is no run 'nope'"):
         Collector(swarm.url, swarm.token, database.url, "nope").run()

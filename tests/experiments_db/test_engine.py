@@ -340,6 +340,33 @@ def test_a_url_that_can_not_be_used_is_answered(url: str, says: str) -> None:
         open_database(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:hunter2@host:port/name",
+        "postgresql//me:hunter2@host/name",
+        "mysql://me:hunter2@host/name",
+        "sqlite://me:hunter2@host",
+        "postgresql://me:hunter2@127.0.0.1:1/name?sslpassword=hunter2&connect_timeout=2",
+    ],
+)
+def test_an_error_about_a_url_does_not_show_its_password(url: str) -> None:
+    with pytest.raises(UnavailableError) as caught:
+        open_database(url)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["me:hunter2@host/name?sslmode=require", "me@host/name?sslmode=require&password=hunter2"]
+)
+def test_another_process_gets_the_password_by_its_environment(url: str) -> None:
+    engine = create_engine("sqlite://")
+    found = Database(f"postgresql+psycopg://{url}", "name", engine).for_child()
+    assert found == ("postgresql+psycopg://me@host/name?sslmode=require", {"PGPASSWORD": "hunter2"})
+    assert Database("sqlite:////a b/c.db", "name", engine).for_child() == ("sqlite:////a b/c.db", {})
+    engine.dispose()
+
+
 def test_an_unreachable_server_is_named_without_its_password() -> None:
     with pytest.raises(UnavailableError, match="can't be reached") as caught:
         open_database("postgresql://me:secret@127.0.0.1:1/none")

@@ -105,6 +105,7 @@ def test_templates_lists_every_game_with_its_rules(vibe: Vibe, tmp_path: Path) -
         (["train", SENTENCE, "--set", "trainer.group_sise=4"], "group_size"),
         (["train", SENTENCE, "--set", "trainer.group_size"], "PATH=VALUE"),
         (["train", SENTENCE, "--swarm", "http://127.0.0.1:9"], "--token-file go together"),
+        (["train", SENTENCE, "--swarm", "http://me:pw@host", "--token-file", "t"], "--swarm: the address of the swarm"),
         (["train", SENTENCE, "--brain", "oracle"], "offline"),
         (["train", SENTENCE, "--updates", "-3"], "greater than or equal to 0"),
         (["train", "./nowhere"], "./nowhere is not there; name the folder of a project, or describe the game"),
@@ -163,6 +164,27 @@ def test_a_run_folder_of_other_code_is_refused_before_a_row_is_written(
     assert "not as its template has it: rewards.py" in out
     assert said.startswith("error: rewards.py changed since the run in ")
     assert rows(tmp_path, Experiment) == []
+
+
+def test_brackets_of_a_user_are_no_markup(vibe: Vibe, tmp_path: Path) -> None:
+    odd = "[/red] [bold]x[/bold] [link=a]"
+    code, out, said = vibe(tmp_path, "new", f"{SENTENCE}. {odd}", "--out", str(tmp_path / "game"))
+    assert code == 0, said
+    assert odd in out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vibe", "templates"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: [Errno 28] No space left on device; make room")
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as pipe:
+        done = subprocess.run(command, cwd=tmp_path, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == ""
 
 
 def test_what_is_refused_ends_the_process_with_its_code(tmp_path: Path) -> None:
