@@ -593,7 +593,7 @@ def serve_in_vain(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_ends_the_worker_and_exits_with_0(tmp_path: Path, number: int) -> None:
     run_dir = tmp_path / "run"
     served = serve_process(run_dir, "--start", "--config", str(config_file(tmp_path)), worker=fake_worker(run_dir))
