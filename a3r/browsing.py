@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from sqlmodel import Session
 
 from a3r import store
 from a3r.errors import UsageError
+from a3r.liveness import note_the_dead
+from a3r.paths import Home
 from experiments_db import browse, plots, queries
 from experiments_db.engine import Database, open_database
 from experiments_db.errors import NotFoundError
@@ -23,7 +26,7 @@ from experiments_db.text import plain
 
 def show_runs(home: Path | None, db: str | None, *, template: str | None, limit: int, as_json: bool) -> None:
     """Every run, newest study first."""
-    with open_database(db, home_folder(home)) as database, database.read() as session:
+    with _up_to_date(home, db) as database, database.read() as session:
         found = queries.list_runs(session, template=template, limit=limit)
         if as_json:
             _emit("result", runs=found)
@@ -37,7 +40,7 @@ def show_runs(home: Path | None, db: str | None, *, template: str | None, limit:
 def show_one(what: str, home: Path | None, db: str | None, *, plot: Path | None, as_json: bool) -> None:
     """A run with everything about it, or a study's runs and its answer."""
     root = home_folder(home)
-    with open_database(db, root) as database, database.read() as session:
+    with _up_to_date(home, db) as database, database.read() as session:
         if study := _study_of(database, what):
             row = store.study(database, study)
             found = queries.list_runs(session, study_id=study)
@@ -64,7 +67,7 @@ def compare_them(
     what: Sequence[str], home: Path | None, db: str | None, *, metric: str, plot: Path | None, as_json: bool
 ) -> None:
     """Runs side by side; a study stands for all its runs."""
-    with open_database(db, home_folder(home)) as database, database.read() as session:
+    with _up_to_date(home, db) as database, database.read() as session:
         ids: list[str] = []
         for text in what:
             if study := _study_of(database, text):
@@ -76,6 +79,15 @@ def compare_them(
             raise UsageError(f"{len(ids)} run can't be compared; name another run, or a study with several")
         comparison = queries.compare_runs(session, ids)
         _show(session, browse.comparison_view(comparison), comparison, ids, metric, plot, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _up_to_date(home: Path | None, db: str | None) -> Iterator[Database]:
+    """The log, in which nothing is said to run that has died."""
+    root = home_folder(home)
+    with open_database(db, root) as database:
+        note_the_dead(database, Home(root))
+        yield database
 
 
 def _study_of(database: Database, text: str) -> str | None:

@@ -10,7 +10,6 @@ a3r vibe …                 from a game in words to a trained policy
 from __future__ import annotations
 
 import json
-import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,9 +161,6 @@ def main() -> int:
         app(prog_name="a3r")
     except (A3RError, ExperimentsDbError) as error:
         return _give_up(str(error), getattr(error, "exit_code", 1), as_json=as_json)
-    except sqlite3.OperationalError as error:
-        problem = f"the study's checkpoint can't be written ({error}); make room, then `a3r resume`"
-        return _give_up(problem, 1, as_json=as_json)
     except UnicodeEncodeError as error:
         return _give_up(f"{error.object!r:.80} is not valid UTF-8; write it in UTF-8", 2, as_json=as_json)
     except OSError as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
@@ -29,8 +31,10 @@ from a3r.report.slots import filled
 from a3r.verify import verify
 from a3r.workshop import VibeWorkshop, refuse_impossible
 from experiments_db.engine import Database, open_database
+from experiments_db.errors import ExperimentsDbError
 from experiments_db.home import home_folder
 from experiments_db.models import ClaimForm, StudyStatus
+from swarm_engine.signals import ending_signals, leave_dead_terminal
 
 PACKAGES = ("a3r", "torch", "transformers", "langgraph", "numpy", "scipy")
 
@@ -131,17 +135,33 @@ def _go(study: str, database: Database, home: Home, slots: int, told: Reporter, 
     )
     if store.study(database, study).status in ENDED:
         told.tell("ended", id=study)
-    # A polite kill is treated like Ctrl-C: the jobs are ended in order, and the study can go on.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        status = drive(study, deps, _approver(told, study, yes=yes))
+        with _stopped_in_order():
+            status = drive(study, deps, _approver(told, study, yes=yes))
+    except (ExperimentsDbError, OSError) as error:
+        raise A3RError(f"{error}; then go on with: a3r resume {study}") from error
     finally:
-        signal.signal(signal.SIGTERM, before)
         told.close()
     if status is StudyStatus.ABANDONED:
         raise A3RError(f"nothing was run: {store.study(database, study).status_reason}")
     _say_answer(study, database, home, told)
     return 0
+
+
+@contextlib.contextmanager
+def _stopped_in_order() -> Iterator[None]:
+    """A polite kill and a closed terminal are treated like Ctrl-C: the jobs are ended, and the study can go on."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        leave_dead_terminal()
+        signal.default_int_handler(number, frame)
+
+    before = {number: signal.signal(number, stop) for number in ending_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _approver(told: Reporter, study: str, *, yes: bool) -> Callable[[Plan], Approval]:

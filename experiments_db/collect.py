@@ -51,6 +51,8 @@ QUIET_S = 60.0
 """A connection that says nothing for this long is taken for dead and made anew."""
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 """Waits between attempts that bring nothing, the last one again and again: a server that restarts needs a while."""
+MAX_SAID = 500
+"""Bytes of a server's error that are repeated."""
 REFUSALS = {
     401: "the server does not know this token; take the one from the server's own token file",
     403: "the token may not read events; an observer's may",
@@ -138,7 +140,7 @@ class Collector:
             self.stop()
             thread.join()
 
-    def drain(self, until_seq: int, timeout_s: float = 30.0) -> None:
+    def drain(self, until_seq: int, timeout_s: float = 90.0) -> None:
         """Return when every event up to `until_seq` is in the database.
 
         Raises:
@@ -246,7 +248,8 @@ class Collector:
             if response.status_code in REFUSALS:
                 raise CollectorError(f"{self._url} answers {response.status_code}: {REFUSALS[response.status_code]}")
             if response.status_code != httpx.codes.OK:
-                raise _BrokenStreamError(f"the server answers {response.status_code}")
+                said = (await response.aread())[:MAX_SAID].decode(errors="replace")
+                raise _BrokenStreamError(f"the server answers {response.status_code}: {said}")
             yield response.aiter_bytes()
 
     async def _ask_for_server_id(self, client: httpx.AsyncClient, database: Database) -> str:
@@ -333,8 +336,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     collector = Collector(args.server, token, args.db, args.experiment)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: collector.stop())
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows knows no SIGHUP
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
+            signal.signal(number, lambda *_: collector.stop())
     try:
         collector.run()
     except ExperimentsDbError as error:

@@ -62,6 +62,10 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
+class NotJsonError(Exception):
+    """A JSON column holds something else; `engine.explained` says where."""
+
+
 class CanonicalJson(TypeDecorator[Any]):
     """A JSON value as its canonical text, the same bytes on every database. Assign a new value; changes inside one are
     not noticed."""
@@ -73,7 +77,10 @@ class CanonicalJson(TypeDecorator[Any]):
         return None if value is None else canonical_json(value)
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:  # noqa: ARG002
-        return None if value is None else json.loads(value)
+        try:
+            return None if value is None else json.loads(value)
+        except ValueError as error:
+            raise NotJsonError(str(error)) from error
 
 
 def closed(kind: type[StrEnum]) -> Enum:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,8 +23,10 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, m
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
 from sqlmodel import Session
 
+from experiments_db.columns import CanonicalJson, NotJsonError
 from experiments_db.errors import (
     ConflictError,
+    DamagedError,
     ExperimentsDbError,
     FullError,
     NetworkDiskError,
@@ -37,8 +40,9 @@ from experiments_db.models import Row
 
 HEAD = "0003_health_warnings"
 """The migration that this version's tables need."""
-BUSY_TIMEOUT_S = 30
-"""How long a process waits for another one's transaction. Ours are short; longer means that something hangs."""
+BUSY_TIMEOUT_S = 60
+"""How long a process waits for another one's transaction. Ours are short, but other programs may look in too; longer
+means that something hangs."""
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         "afs",
@@ -57,8 +61,11 @@ NETWORK_FILE_SYSTEMS = frozenset(
     }
 )
 """Types under which SQLite's shared memory file is not shared, or its locks are not kept."""
+WAL_MAGIC = (b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83")
+"""A write-ahead log of SQLite begins with one of these."""
 DISK_FULL = "53100"
 """PostgreSQL's code for it."""
+RESTORE = "restore a copy of it, or move it away and a new one is made; run folders and their journals are not touched"
 ADVISORY_LOCK = 0x613372
 """Names our migrations among the advisory locks of a PostgreSQL database."""
 
@@ -89,7 +96,8 @@ class Database:
         On SQLite it holds the write lock from its start, so keep it short and talk to nothing else meanwhile.
 
         Raises:
-            UnavailableError: the disk is full, read-only or gone, or others held the lock for longer than 30 s.
+            UnavailableError: the disk is full, read-only or gone, or others held the lock for longer than
+                BUSY_TIMEOUT_S.
             ConflictError: a rule of the schema refuses a row.
         """
         with (
@@ -180,6 +188,7 @@ def _engine(url: URL, name: str) -> Engine:
                 "PostgreSQL needs a driver that is not installed: pip install 'a3r[postgres]'"
             ) from error
     _prepare_folder(Path(name).parent)
+    _check_log(Path(name))
     engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S})
     event.listen(engine, "connect", _set_up_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
@@ -197,6 +206,25 @@ def _prepare_folder(folder: Path) -> None:
         raise NetworkDiskError(
             f"{folder} is on {kind}, a network file system, where SQLite loses data; set {HOME_VARIABLE} to a folder "
             "on a local disk, or use PostgreSQL with --db postgresql://USER@HOST/NAME"
+        )
+
+
+def _check_log(file: Path) -> None:
+    """See that SQLite will read the database's write-ahead log: one that it can't read is to it an empty one.
+
+    Only the log may be opened and closed here. That of the database itself would drop the locks that this process has.
+    """
+    log = file.with_name(file.name + "-wal")
+    try:
+        with log.open("rb") as opened:
+            header = opened.read(32)
+    except OSError:
+        return
+    # All zeros is what a power cut may leave of a log that nothing was committed to yet.
+    if header.strip(b"\0") and header[:4] not in WAL_MAGIC:
+        raise DamagedError(
+            f"{log} is damaged, its header is no write-ahead log's; restore a copy of it and of {file.name}, or move "
+            "it away: without it the database is as it was some time before, and the rows written last are missing"
         )
 
 
@@ -328,6 +356,9 @@ def explained(name: str) -> Iterator[None]:
     """Turn what the driver raises inside into errors that say what to do."""
     try:
         yield
+    except NotJsonError as error:
+        where = _place_of_broken_json(name) or "a JSON column"
+        raise DamagedError(f"{name} is damaged: {where} holds no JSON ({error}); {RESTORE}") from error
     except IntegrityError as error:
         raise ConflictError(f"the database refuses a row: {first_line(error.orig)}") from error
     except sqlite3.Error as error:
@@ -346,7 +377,7 @@ def _sqlite_trouble(name: str, error: BaseException | None) -> ExperimentsDbErro
     """What a user can do about an error of SQLite; None where it is ours."""
     what = str(error)
     if "full" in what:
-        return FullError(f"no room left for {name}; free some on its disk and run the same command again, it goes on")
+        return FullError(f"no room left for {name}; free some on its disk, what was written before is kept")
     if "readonly" in what or "read-only" in what:
         return ReadOnlyError(
             f"{name} can't be written ({what}); check who owns it and its folder, or set {HOME_VARIABLE} to a folder "
@@ -356,15 +387,38 @@ def _sqlite_trouble(name: str, error: BaseException | None) -> ExperimentsDbErro
         return UnavailableError(
             f"{name} was locked by another process for {BUSY_TIMEOUT_S} s; end the one that hangs and try again"
         )
-    if "not a database" in what or "malformed" in what:
-        return UnavailableError(
-            f"{name} is no SQLite database, or is damaged ({what}); restore a copy, or move it away "
-            "and a new one is made"
-        )
+    if "not a database" in what:
+        return DamagedError(f"{name} is no SQLite database, or its first page is damaged; {RESTORE}")
+    if "malformed" in what:
+        return DamagedError(f"{name} is damaged ({_first_damaged_page(name) or what}); {RESTORE}")
+    table = re.search(r"no such table: (?:main\.)?(\w+)", what)
+    if table and table[1] in Row.metadata.tables:
+        return DamagedError(f"{name} is damaged: its table {table[1]} is missing; {RESTORE}")
     if "unable to open" in what:
         return UnavailableError(f"{name} can't be opened ({what}); is it a file that you may read and write?")
     if "I/O" in what or "locking protocol" in what:
         return UnavailableError(f"{name}: {what}; check its disk, and set {HOME_VARIABLE} to a folder on a local one")
+    return None
+
+
+def _first_damaged_page(name: str) -> str | None:
+    """What SQLite's own check finds first; it reads the whole file."""
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(name)) as database:
+        (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            return " ".join(str(found).replace("***", "").split())
+    return None
+
+
+def _place_of_broken_json(name: str) -> str | None:
+    """The first row with a JSON column that holds something else; None where SQLite can't look."""
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(name)) as database:
+        for table in Row.metadata.sorted_tables:
+            for column in table.columns:
+                if isinstance(column.type, CanonicalJson):
+                    sql = f'SELECT id FROM "{table.name}" WHERE NOT json_valid("{column.name}") LIMIT 1'
+                    for (row,) in database.execute(sql):
+                        return f"column {column.name} of row {row} in table {table.name}"
     return None
 
 
@@ -374,7 +428,7 @@ def _server_trouble(name: str, error: DBAPIError) -> ExperimentsDbError | None:
         return None
     what = first_line(error.orig)
     if getattr(error.orig, "sqlstate", None) == DISK_FULL:
-        return FullError(f"the server of {name} has no room left; free some and run the same command again, it goes on")
+        return FullError(f"the server of {name} has no room left; free some, what was written before is kept")
     return UnavailableError(f"{name} can't be reached ({what}); does the server run, and may this user connect?")
 
 

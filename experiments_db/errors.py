@@ -4,6 +4,7 @@
     ├── UnavailableError        the database can't be opened, reached, or is locked too long
     │   ├── FullError           no room left on the disk
     │   ├── ReadOnlyError       the file or its folder can't be written
+    │   ├── DamagedError        something in it is not as it was written
     │   └── NetworkDiskError    SQLite can't keep its promises on this file system
     ├── NewerDatabaseError      a later version of A3R has migrated it
     ├── NotFoundError           no row with this id
@@ -32,6 +33,10 @@ class FullError(UnavailableError):
 
 class ReadOnlyError(UnavailableError):
     """The database or its folder can't be written."""
+
+
+class DamagedError(UnavailableError):
+    """Something in the database is not as it was written, or the file is none of SQLite's."""
 
 
 class NetworkDiskError(UnavailableError):

@@ -16,6 +16,8 @@ SwarmEngineError
 ├── InternalError              500  a fault of the server's own
 ├── EngineUnavailableError     503  the engine is off, failed or going down
 ├── JournalError               507  the journal can't be written, so nothing can be promised
+│   ├── JournalLockedError     503  another program holds it locked
+│   └── JournalDamagedError    500  something in it is not as it was written
 ├── TokenizerError                  a tokenizer or chat template this engine can't be faithful to
 ├── ModelError                 422  a policy that can't be found, read or run
 ├── CheckpointError                 a checkpoint could not be written; those before it stand
@@ -172,6 +174,20 @@ class JournalError(SwarmEngineError):
 
     status = 507
     code = "journal_full"
+
+
+class JournalLockedError(JournalError):
+    """Another program holds the journal locked."""
+
+    status = 503
+    code = "journal_locked"
+
+
+class JournalDamagedError(JournalError):
+    """Something in the journal is not as it was written."""
+
+    status = 500
+    code = "journal_damaged"
 
 
 class TokenizerError(SwarmEngineError):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from experiments_db.home import home_folder
 from vibe.errors import UsageError
 from vibe.project import RESULTS_FILE
 
+LOOK_PATIENCE_S = 0.5
+"""Who looks whether a lock is held takes it for a moment; one that works in the folder holds it for longer."""
 LOCK_FILE = "run.lock"
 COMMAND_LOCK_FILE = "command.lock"
 """Held by a command while it starts a training and writes down how that ends; the training itself holds the other."""
@@ -49,7 +52,10 @@ def locked(run_dir: Path, file_name: str = LOCK_FILE) -> Iterator[None]:
             f"the run's folder {run_dir} can't be used ({error.strerror}); name another: --run-dir"
         ) from error
     try:
-        if not _take(handle):
+        deadline = time.monotonic() + LOOK_PATIENCE_S
+        while not (is_ours := _take(handle)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not is_ours:
             owner = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
             raise UsageError(
                 f"another training (process {owner}) works in {run_dir}; wait for it, or name another folder: --run-dir"
@@ -63,6 +69,23 @@ def locked(run_dir: Path, file_name: str = LOCK_FILE) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a process holds a lock. Looking takes it for a moment, which one that starts waits out."""
+    try:
+        handle = os.open(lock, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _take(handle)
+    finally:
+        os.close(handle)
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    """What a run that ended too early says last."""
+    return f"nothing that was played or trained is lost: the same command with --run-dir {run_dir} goes on from here"
 
 
 def refuse_if_taken(run_dir: Path) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from experiments_db.intervals import likelihood_interval
 from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, Task, read_token
 from swarm_engine.config import EngineConfig, PolicyConfig
 from swarm_engine.health import WarningKind
+from swarm_engine.signals import ending_signals, leave_dead_terminal
 from swarm_engine.types import Mode, Outcome
 from vibe import library, seeds, warmup
 from vibe.control import Shuffled
@@ -56,7 +56,7 @@ from vibe.judging import (
 from vibe.live import LiveSwarm
 from vibe.project import POLICY, RESULTS_FILE, ProjectSpec, code_of, parse_changes, refuse_if_edited
 from vibe.record import Event, Record
-from vibe.run_folder import locked
+from vibe.run_folder import how_to_go_on, locked
 
 MODELS = "models"
 """Folder of warmed-up weights: in A3R_HOME those ever made, in a run's folder those its server may load."""
@@ -578,7 +578,7 @@ def differences(one: Any, other: Any, path: str = "") -> Iterator[str]:
 
 
 async def until_stopped(work: Coroutine[Any, Any, None], *, with_stdin: bool = False) -> None:
-    """Do some work; SIGINT and SIGTERM call it off in order, so that nothing it started stays behind.
+    """Do some work; a signal that asks for the end calls it off in order, so that nothing it started stays behind.
 
     Args:
         with_stdin: the end of the standard input calls it off too.
@@ -590,11 +590,12 @@ async def until_stopped(work: Coroutine[Any, Any, None], *, with_stdin: bool = F
     causes: list[str] = []
 
     def stop(cause: str) -> None:
+        leave_dead_terminal()
         causes.append(cause)
         task.cancel()
 
     with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C arrives as a KeyboardInterrupt instead
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             loop.add_signal_handler(number, stop, number.name)
     if with_stdin:
 
@@ -610,7 +611,7 @@ async def until_stopped(work: Coroutine[Any, Any, None], *, with_stdin: bool = F
     except asyncio.CancelledError:
         if not causes:
             raise
-        raise StoppedError(f"stopped by {causes[0]}; the same command goes on from here") from None
+        raise StoppedError(f"stopped by {causes[0]}") from None
 
 
 def main(train: Callable[[Run], Coroutine[Any, Any, None]], *, project_of: str) -> int:
@@ -619,6 +620,7 @@ def main(train: Callable[[Run], Coroutine[Any, Any, None]], *, project_of: str) 
     Args:
         project_of: path of the project's train.py.
     """
+    settings = None
     try:
         settings = parse(sys.argv[1:], Path(project_of).resolve().parent)
         with locked(settings.run_dir):
@@ -630,15 +632,20 @@ def main(train: Callable[[Run], Coroutine[Any, Any, None]], *, project_of: str) 
             asyncio.run(until_stopped(train(Run(settings, record)), with_stdin=settings.exits_with_stdin))
     except (VibeError, SwarmError, ExperimentsDbError) as error:
         print(f"error: {error}", file=sys.stderr)
+        # Not after what the same command would meet again.
+        if settings and not isinstance(error, (UsageError, TooSmallError, GameError)):
+            print(how_to_go_on(settings.run_dir), file=sys.stderr)
         return getattr(error, "exit_code", 1)
     except BrokenPipeError:
         # Whoever read our lines is gone. The record holds them too, so nothing is lost.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"error: {error}; nothing that was played or trained is lost, the same command goes on", file=sys.stderr)
+        print(f"error: {error}; make room or mend the disk", file=sys.stderr)
+        if settings:
+            print(how_to_go_on(settings.run_dir), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print(f"stopped; {how_to_go_on(settings.run_dir)}" if settings else "stopped", file=sys.stderr)
         return INTERRUPTED
     return 0

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,18 +22,20 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments_db.engine import Database, open_database
+from experiments_db.errors import ExperimentsDbError
 from experiments_db.home import HOME_VARIABLE, default_url, home_folder
 from experiments_db.models import JobState, StudyKind
 from experiments_db.plots import plot_runs
 from experiments_db.queries import HELD_OUT
 from experiments_db.ulid import new_ulid
 from experiments_db.writes import Attempt, begin_attempt, create_single_run, record_job
+from swarm_engine.signals import ending_signals, leave_dead_terminal
 from vibe import screen
 from vibe.embedded import check_named
 from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError
 from vibe.project import RESULTS_FILE, code_of, refuse_if_edited
 from vibe.record import RECORD_FILE, Event, last, read
-from vibe.run_folder import COMMAND_LOCK_FILE, locked, refuse_if_taken
+from vibe.run_folder import COMMAND_LOCK_FILE, how_to_go_on, locked, refuse_if_taken
 from vibe.writing import Request, Written, take, write_from_words
 
 RUNS = "runs"
@@ -51,7 +54,7 @@ def train_project(request: Request) -> None:
     check_named(request.swarm_url, request.token_file)
     written = write_from_words(request) if request.project is None else take(request, request.project)
     run_dir = (request.run_dir or home_folder() / RUNS / new_ulid()).resolve()
-    with locked(run_dir, COMMAND_LOCK_FILE), open_database() as database:
+    with locked(run_dir, COMMAND_LOCK_FILE), going_on_in(run_dir), open_database() as database:
         refuse_if_taken(run_dir)
         if (code := last(list(read(run_dir / RECORD_FILE)), "code")) is not None:
             refuse_if_edited(code, code_of(written.folder), f"the run in {run_dir}")
@@ -94,7 +97,12 @@ def begin(database: Database, request: Request, written: Written, run_dir: Path)
             record_job(session, attempt.job_id, JobState.LOST, fencing=attempt.fencing, cause="its process was killed")
             attempt = begin_attempt(session, experiment)
         record_job(
-            session, attempt.job_id, JobState.SUBMITTED, fencing=attempt.fencing, log_path=str(run_dir / LOG_FILE)
+            session,
+            attempt.job_id,
+            JobState.SUBMITTED,
+            fencing=attempt.fencing,
+            host=socket.gethostname(),
+            log_path=str(run_dir / LOG_FILE),
         )
     return experiment, attempt
 
@@ -107,6 +115,15 @@ def command(request: Request, written: Written, run_dir: Path) -> list[str]:
     if request.project is not None:  # a project that was written for this command has them in its spec.json
         words += [word for path, value in request.settings.items() for word in ("--set", f"{path}={value}")]
     return words
+
+
+@contextlib.contextmanager
+def going_on_in(run_dir: Path) -> Iterator[None]:
+    """Say how to go on where the disk or the experiment log ends the command: the run's folder may be one it chose."""
+    try:
+        yield
+    except (OSError, ExperimentsDbError) as error:
+        raise TrainingFailedError(f"{error}; {how_to_go_on(run_dir)}", 1) from error
 
 
 @contextlib.contextmanager
@@ -196,13 +213,8 @@ def event_of(line: str) -> Event:
     return event if isinstance(event, dict) and "event" in event else {"event": "phase", "text": line.rstrip("\n")}
 
 
-def how_to_go_on(run_dir: Path) -> str:
-    """How to go on."""
-    return f"nothing that was played or trained is lost: the same command with --run-dir {run_dir} goes on from here"
-
-
 class Forwarded:
-    """While the block runs, SIGINT and SIGTERM go to a child's process group instead of ending this program."""
+    """While the block runs, signals that ask for the end go to a child's process group and don't end this program."""
 
     def __init__(self) -> None:
         self.num_received = 0
@@ -212,7 +224,7 @@ class Forwarded:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -229,6 +241,7 @@ class Forwarded:
             self._send(self._waiting)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        leave_dead_terminal()
         self.num_received += 1
         if self._group is None:
             self._waiting = number

@@ -100,6 +100,10 @@ class LocalExecutor:
             statuses[key] = self._status(key)
         return statuses
 
+    def look(self, keys: Iterable[str]) -> dict[str, JobStatus]:
+        """As `poll`, but starts nothing."""
+        return {key: self._status(key) for key in keys if _read(self._root / key / "spec.json")}
+
     def cancel(self, keys: Iterable[str]) -> None:
         """See `Executor.cancel`."""
         wanted = [key for key in keys if not self._status(key).state.is_final]
@@ -241,6 +245,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         value: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise JobError(f"{path} is damaged ({error}); remove its folder to give the job up") from error
     return value

@@ -26,6 +26,7 @@ from a3r.graph.lease import lease
 from a3r.graph.runner import observe
 from a3r.graph.state import GRAPH_VERSION, Approval, Deps, StudyState
 from a3r.prereg.plan import Plan
+from experiments_db.engine import BUSY_TIMEOUT_S
 from experiments_db.models import ExperimentStatus, StudyStatus
 
 POLL_S = 0.5
@@ -57,6 +58,8 @@ def drive(study_id: str, deps: Deps, ask: Ask) -> StudyStatus:
     if row.status in ENDED:
         return row.status
     with lease(paths.lock, study_id), saver(paths.checkpoints) as checkpointer, _no_job_unwatched(study_id, deps):
+        if row.status is StudyStatus.PAUSED:
+            store.set_status(deps.database, study_id, StudyStatus.RUNNING)
         graph = build_graph(deps, checkpointer)
         config: RunnableConfig = {
             "configurable": {"thread_id": study_id},
@@ -94,14 +97,23 @@ def _no_job_unwatched(study_id: str, deps: Deps) -> Iterator[None]:
 
 @contextlib.contextmanager
 def saver(path: Path) -> Iterator[SqliteSaver]:
-    """The checkpoints of one study, in a file of their own. Nothing but plain values is read back from it."""
+    """The checkpoints of one study, in a file of their own. Nothing but plain values is read back from it.
+
+    Raises:
+        A3RError: the file can't be used. Only it raises SQLite's own errors in the block; the database's have words.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    connection = sqlite3.connect(path, timeout=30, check_same_thread=False)
+    resume = f"a3r resume {path.parent.name}"
     try:
-        connection.execute("PRAGMA synchronous=FULL")
-        yield SqliteSaver(connection, serde=JsonPlusSerializer(allowed_msgpack_modules=None))
-    finally:
-        connection.close()
+        with contextlib.closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)) as connection:
+            connection.execute("PRAGMA synchronous=FULL")
+            yield SqliteSaver(connection, serde=JsonPlusSerializer(allowed_msgpack_modules=None))
+    except sqlite3.Error as error:
+        what = str(error)
+        if "malformed" in what or "not a database" in what:
+            way_out = f"put back a copy of it and `{resume}`, or ask the question again; no run is lost by it"
+            raise A3RError(f"the study's checkpoint {path} is damaged ({what}); {way_out}") from error
+        raise A3RError(f"the study's checkpoint {path} can't be used ({what}); make room, then `{resume}`") from error
 
 
 def _run(graph: Any, config: RunnableConfig, study_id: str, deps: Deps, ask: Ask) -> None:

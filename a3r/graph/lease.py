@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,9 @@ def lease(path: Path, study_id: str) -> Iterator[None]:
         StudyBusyError: another living process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    held = supervise.lock(path.parent)
+    deadline = time.monotonic() + supervise.LOCK_PATIENCE_S  # who asks whether it is held takes it for a moment
+    while (held := supervise.lock(path.parent)) is None and time.monotonic() < deadline:
+        time.sleep(supervise.POLL_S / 5)
     if held is None:
         try:
             holder = path.read_text().strip()

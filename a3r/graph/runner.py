@@ -14,7 +14,7 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.types import Command, interrupt
 
 from a3r import store
-from a3r.executor import JobSpec, JobStatus
+from a3r.executor import Executor, JobSpec, JobStatus
 from a3r.executor import JobState as HereState
 from a3r.graph.state import Deps, StudyState
 from a3r.store import RunView
@@ -110,7 +110,7 @@ def observe(deps: Deps, runs: list[RunView]) -> None:
             continue
         gone = JobStatus(key, HereState.LOST, "the executor does not know it any more", deps.home.jobs / key)
         status = statuses.get(key, gone)
-        state, cause = judged(deps, run, status)
+        state, cause = judged(deps.executor, run, status)
         if state is JobState.QUEUED and run.job_state is not JobState.SUBMITTED:
             continue
         try:
@@ -123,13 +123,13 @@ def observe(deps: Deps, runs: list[RunView]) -> None:
             deps.tell("job_ended", job=key, arm=run.arm, seed=run.seed, state=state, cause=cause, s=status.seconds)
 
 
-def judged(deps: Deps, run: RunView, status: JobStatus) -> tuple[JobState, str]:
+def judged(executor: Executor, run: RunView, status: JobStatus) -> tuple[JobState, str]:
     """How a job stands, and why. Exit code 0 without results is a failure: silence is no success."""
     state = store.state_of(status)
     if status.state is HereState.SUCCEEDED and not (run.run_dir / RESULTS_FILE).exists():
         return JobState.FAILED_CODE, f"exit code 0, but it left no {RESULTS_FILE}"
     if status.state is HereState.FAILED:
-        said = deps.executor.tail(status.key, CAUSE_LINES)
+        said = executor.tail(status.key, CAUSE_LINES)
         return state, f"{status.cause}: {said}" if said else status.cause
     return state, status.cause
 

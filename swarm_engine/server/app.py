@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
@@ -15,6 +16,7 @@ from swarm_engine.config import EngineConfig, Merge
 from swarm_engine.errors import (
     InternalError,
     InvalidError,
+    JournalError,
     NotFoundError,
     SwarmEngineError,
     WrongHostError,
@@ -38,6 +40,8 @@ from swarm_engine.server.journal import Event
 from swarm_engine.server.models import Abort, Claim, End, ExportRequest
 from swarm_engine.types import ClaimReason
 from swarm_engine.version import installed_version
+
+log = logging.getLogger(__name__)
 
 CONTROL = "/swarm/v1"
 KEEP_ALIVE_S = 15.0
@@ -156,8 +160,11 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
         if last is not None and not last.isdecimal():
             raise InvalidError(f"Last-Event-ID is {last!r}", "it must be the number of an event")
         start = int(last) if last is not None else after
+        found = await engine.journal.events_after(start)  # where it is damaged, the answer says so
         return StreamingResponse(
-            event_stream(engine, start, follow), media_type="text/event-stream", headers={"cache-control": "no-cache"}
+            event_stream(engine, start, follow, found),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
         )
 
     @app.post(f"{CONTROL}/episodes", dependencies=[sampler])
@@ -279,15 +286,21 @@ async def claim_unless_gone(
         claiming.cancel()
 
 
-async def event_stream(engine: Engine, after: int, follow: bool) -> AsyncIterator[bytes]:
-    """Server-sent events from `after` on; ends with the server."""
+async def event_stream(engine: Engine, after: int, follow: bool, found: Sequence[Event]) -> AsyncIterator[bytes]:
+    """Server-sent events from `after` on, of which the first were found; ends with the server, or before one that can't
+    be read.
+    """
     journal = engine.journal
     while True:
         grown = journal.grown
-        found = await journal.events_after(after)
+        try:
+            found = found or await journal.events_after(after)
+        except JournalError as error:
+            log.error("the event stream ends: %s", error)
+            return
         if found:
             yield b"".join(map(as_sse, found))
-            after = found[-1].seq
+            after, found = found[-1].seq, ()
             continue
         if not follow or journal.is_closed:
             return

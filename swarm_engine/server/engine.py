@@ -29,6 +29,7 @@ from swarm_engine.errors import (
     CheckpointError,
     ConflictError,
     EngineUnavailableError,
+    JournalError,
     ModelError,
     NotFoundError,
     SwarmEngineError,
@@ -44,7 +45,7 @@ from swarm_engine.server.journal import BatchWrite, EventWrite, Journal, MetaWri
 from swarm_engine.server.loaded import Loaded, ServedPolicy
 from swarm_engine.server.models import ExportRequest
 from swarm_engine.server.pool import Pool, PoolCounts
-from swarm_engine.server.roster import KeptEpisodes, Roster, episode_records
+from swarm_engine.server.roster import KeptEpisodes, Roster, recorded
 from swarm_engine.server.shown import Shown, show_timelines
 from swarm_engine.server.states import check_transition
 from swarm_engine.server.teacher import Teacher, with_teacher
@@ -128,14 +129,23 @@ class Engine:
             JournalError: it can't be opened.
         """
         remove_partial(self.run_dir / "exports")
-        self.journal = journal = Journal(self.run_dir / "journal.db", on_error=lambda error: self._fail(str(error)))
+        self.journal = Journal(self.run_dir / "journal.db", on_error=lambda error: self._fail(str(error)))
+        try:
+            await self._begin_journal(self.journal)
+        except JournalError:
+            await self.journal.close()
+            raise
+
+    async def _begin_journal(self, journal: Journal) -> None:
+        """Take up what the journal knows of this run folder, and note that a server has begun."""
         writes: list[Write] = []
         server_id, secret, created = (journal.meta(key) for key in ("server_id", "secret", "created"))
         if server_id is None or secret is None or created is None:
             server_id, secret, created = secrets.token_hex(8), secrets.token_hex(32), datetime.now(UTC).isoformat()
             writes += [MetaWrite("server_id", server_id), MetaWrite("secret", secret), MetaWrite("created", created)]
         self.server_id = server_id
-        self.created = datetime.fromisoformat(created)
+        with journal.reading("meta", "created"):
+            self.created = datetime.fromisoformat(created)
         if config := journal.meta("config"):
             with contextlib.suppress(ValidationError):  # `start` says which part of it is not valid any more
                 self._config = EngineConfig.model_validate_json(config)
@@ -144,7 +154,7 @@ class Engine:
         if (before := journal.last_state()) not in (None, EngineState.OFFLINE):
             cause = "the server ended without stopping the engine"
             writes.append(EventWrite.of("state", **{"from": before, "to": EngineState.OFFLINE, "cause": cause}))
-        await journal.append(*writes)
+        await journal.until_written(journal.append(*writes))
 
     async def close(self, cause: str) -> None:
         """Stop the engine and close the journal; nothing that was answered is lost."""
@@ -162,7 +172,6 @@ class Engine:
 
         Raises:
             ConflictError: it runs already, or the folder's journal belongs to another config.
-            JournalError: the journal can't be written.
         """
         going_down = ConflictError("the engine is still going down", "ask again in a moment", code="stopping")
         if self._closing.is_set() or self._is_stopping:
@@ -245,7 +254,7 @@ class Engine:
                 await link.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # Whoever asked for the stop finds it among the events; where the disk refuses them it is off anyhow.
-        await self.journal.flush()
+        await self._let_finish(asyncio.create_task(self.journal.flush(), name="flush"))
 
     async def _save_before_stop(self, link: WorkerLink) -> bool:
         """Write a last checkpoint; whether the worker can be told to stop."""
@@ -366,7 +375,8 @@ class Engine:
     def _known_policies(self) -> dict[str, PolicyReady]:
         """Every policy that this run folder ever served, as it was last."""
         text = self.journal.meta("policies")
-        return policies_ready.validate_json(text) if text else {}
+        with self.journal.reading("meta", "policies"):
+            return policies_ready.validate_json(text) if text else {}
 
     async def _replay(
         self, link: WorkerLink, step: int, trainer: TrainerConfig, policies: Mapping[str, ServedPolicy]
@@ -391,7 +401,7 @@ class Engine:
         self, record: BatchRecord, trainer: TrainerConfig, policies: Mapping[str, ServedPolicy]
     ) -> tuple[Episode, ...]:
         """The episodes of a batch as the trainer takes them, from the journal."""
-        records = [episode_records.validate_json(row.record) for row in self.journal.episodes_of(record)]
+        records = [recorded(self.journal, row) for row in self.journal.episodes_of(record)]
         if trainer.merge is Merge.TEXT:
             episodes = [_continued(one, policies, ignore_tools=bool(trainer.ignore_tools)) for one in records]
         else:
@@ -406,9 +416,11 @@ class Engine:
 
         Raises:
             EngineUnavailableError: waiting would be in vain.
+            JournalLockedError: nothing that happens now can be kept.
         """
         if self.state in (EngineState.OFFLINE, EngineState.FAILED) or self._closing.is_set():
             raise self._unavailable()
+        self.journal.check_lock()
         if self.state is EngineState.ROLLING or (self.state is EngineState.ROLLING_POST and mode is not Mode.TRAIN):
             return self.loaded
         return {

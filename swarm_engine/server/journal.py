@@ -4,61 +4,52 @@ SQLite in WAL mode with full sync. One thread writes; everything that queued up 
 next one, so a hundred episodes that end together cost one sync. A write is answered after its commit. When a commit
 fails, nothing of it is on disk, everything queued behind it fails too, and the journal takes no more until it is opened
 again: what was promised is there, and nothing is there by half.
+
+Other programs may look into the file while it is written, and lock it. Nothing of this process but SQLite may open it
+then: POSIX drops all locks that a process has on a file when it closes any descriptor of it, and a program that closes
+the file next takes itself for its last user and deletes the live write-ahead log. A lock of others fails nothing; what
+is queued waits for its end. The event loop reads from memory alone, for it answers `/status` meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import os
+import logging
 import queue
 import sqlite3
 import threading
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, assert_never
 
 from swarm_engine.config import BestBy
-from swarm_engine.errors import JournalError
+from swarm_engine.errors import JournalDamagedError, JournalError, JournalLockedError
+from swarm_engine.server.journal_file import (
+    LOCK_PATIENCE_S,
+    check_before_opening,
+    damaged,
+    explain,
+    is_locked,
+    open_database,
+)
 from swarm_engine.server.pool import PooledEpisode, Seat
 from swarm_engine.types import BatchRecord, Mode
 
-SCHEMA_VERSION = 3
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS events (
-    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, payload TEXT NOT NULL
-);
-CREATE TABLE IF NOT EXISTS episodes (
-    episode_id TEXT PRIMARY KEY,
-    mode TEXT NOT NULL,
-    task_id TEXT NOT NULL,
-    group_id TEXT NOT NULL,
-    place INTEGER NOT NULL,
-    attempt INTEGER NOT NULL,
-    position INTEGER NOT NULL,
-    step INTEGER,                -- of the batch that took it; NULL until then
-    is_pooled INTEGER NOT NULL,  -- 1 holds a place of a batch, 0 never did, -1 gave it up with its group
-    rewards TEXT NOT NULL,
-    request TEXT NOT NULL,       -- the `end` it was answered with, normalised
-    record BLOB NOT NULL         -- zlib over an EpisodeRecord as JSON
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS episodes_open ON episodes (position, place) WHERE is_pooled = 1 AND step IS NULL;
-CREATE INDEX IF NOT EXISTS episodes_of_group ON episodes (mode, group_id);
-CREATE INDEX IF NOT EXISTS episodes_of_step ON episodes (step) WHERE step IS NOT NULL;
-CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind, seq);
-CREATE TABLE IF NOT EXISTS batches (
-    step INTEGER PRIMARY KEY,
-    episode_ids TEXT NOT NULL,
-    seed INTEGER NOT NULL,
-    taught BLOB                  -- zlib over what a teacher said, as JSON by call id; NULL where none was asked
-);
-"""
+log = logging.getLogger(__name__)
+
+WRITER_TIMEOUT_S = 1.0
+"""How long the writer waits for others' locks before it looks whether it is to end, and waits again."""
+CLOSE_PATIENCE_S = 5.0
+"""A journal that is closed while others hold it locked waits this long; what was queued then fails."""
+TELL_AFTER_S = 5.0
+"""A lock of others that lasts longer is told about in the log."""
 
 RECENT_EVENTS = 8192
 """Events kept in memory for those who follow the stream closely; older ones are read from disk."""
@@ -157,57 +148,11 @@ class _Job:
     """Which opening of the journal it was queued in."""
 
 
-def open_database(path: Path) -> sqlite3.Connection:
-    """A connection with the journal's settings, its tables made where they are missing.
-
-    Raises:
-        JournalError: the file can't be opened or was written by another version.
-    """
-    try:
-        # Its keys open episodes, so it is its owner's alone; SQLite gives its side files the same mode.
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    except OSError as error:
-        raise JournalError(
-            f"the journal {path} can't be opened ({error.strerror})", "check the folder", code="journal_unwritable"
-        ) from error
-    try:
-        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
-        database.execute("PRAGMA journal_mode=WAL")
-        database.execute("PRAGMA synchronous=FULL")
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version not in (0, SCHEMA_VERSION):  # 0 is a new file
-            raise JournalError(
-                f"{path} was written by another version (journal {version}, this one reads {SCHEMA_VERSION})",
-                "use that version, or another run folder",
-                code="journal_version",
-            )
-        database.executescript(SCHEMA)
-        database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    except sqlite3.Error as error:
-        raise _explain(error, path) from error
-    return database
-
-
-def _explain(error: sqlite3.Error, path: Path) -> JournalError:
-    """The journal's error for one of SQLite's."""
-    what = str(error)
-    if "full" in what:
-        return JournalError(
-            f"the disk that holds {path} is full, the last write was not kept",
-            "make room on it and start the engine again; everything answered before is in the journal",
-        )
-    return JournalError(
-        f"the journal {path} can't be written ({what})",
-        "check the disk and the folder's permissions, then start the engine again",
-        code="journal_unwritable",
-    )
-
-
 class Journal:
     """The journal of one run folder.
 
-    Its writes, coroutines and short looks (`meta`, `kept`, `last_step` …) belong to the event loop's thread. What reads
-    many rows says so and is called on another, for the loop answers `/status` meanwhile.
+    Its writes, coroutines and what it holds in memory (`meta`, `kept`, `last_step` …) belong to the event loop's
+    thread. What reads rows says so and is called on another.
     """
 
     def __init__(
@@ -228,14 +173,27 @@ class Journal:
         self._on_error = on_error
         self._clock = clock
         self._loop = asyncio.get_running_loop()
+        check_before_opening(path)
         self._writer_database = open_database(path)
-        self._loop_reader = open_database(path)
-        """For what is read on the event loop: a few rows, and never behind a thread's long query."""
+        self._writer_database.execute(f"PRAGMA busy_timeout={int(WRITER_TIMEOUT_S * 1000)}")
         self._reader = open_database(path)
         self._reader_lock = threading.Lock()
-        (last,) = self._loop_reader.execute("SELECT coalesce(max(seq), 0) FROM events").fetchone()
-        self.last_seq: int = last
+        self.locked_since: float | None = None
+        """Since when others keep the writer waiting, by the monotonic clock; None while they don't."""
+        self._gives_up_at: float | None = None
+        """When a closing journal stops waiting for others, by the monotonic clock."""
+        self._meta: dict[str, str] = dict(self._read("SELECT key, value FROM meta"))
+        self._kept = {row.episode_id: row for row in self._read_kept()}
+        ((last_step, has_checkpoint, last_seq),) = self._read(
+            "SELECT (SELECT coalesce(max(step), 0) FROM batches),"
+            " EXISTS (SELECT 1 FROM events WHERE kind = 'checkpoint'), (SELECT coalesce(max(seq), 0) FROM events)"
+        )
+        self._last_step: int = last_step
+        self._has_checkpoint = bool(has_checkpoint)
+        self.last_seq: int = last_seq
         """Number of the last event on disk."""
+        self._written_seq = last_seq
+        """The same for the writer's thread, which knows it earlier."""
         self._recent: deque[Event] = deque(maxlen=RECENT_EVENTS)
         self._grown = asyncio.Event()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -265,29 +223,47 @@ class Journal:
 
     async def close(self) -> None:
         """Write what is queued and close the file; those who follow the events are let go."""
+        self._gives_up_at = time.monotonic() + CLOSE_PATIENCE_S
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
         # The writer's last answers are on their way to this loop; they come before what is queued now.
         await asyncio.sleep(0)
         self.is_closed = True
         self._grown.set()
-        self._loop_reader.close()
         with self._reader_lock:
             self._reader.close()
         self._writer_database.close()
 
     def reopen(self) -> None:
-        """Take writes again after an error, on a fresh connection.
+        """Take writes again after an error, on a fresh connection; `on_error` hears where it still can't be written."""
+        if self.error is not None:
+            self.error = None
+            self._opening += 1
+
+    async def until_written(self, written: asyncio.Future[None]) -> None:
+        """Wait for what `append` gave, or for a task that waits for it.
 
         Raises:
-            JournalError: it still can't be written.
+            JournalLockedError: see `check_lock`; it goes on being written.
+            JournalError: it could not be written.
         """
-        if self.error is None:
-            return
-        self._writer_database.close()
-        self._writer_database = open_database(self.path)
-        self.error = None
-        self._opening += 1
+        while not (await asyncio.wait({written}, timeout=WRITER_TIMEOUT_S))[0]:
+            self.check_lock()
+        await written
+
+    def check_lock(self) -> None:
+        """See whether what waits for the disk has waited too long.
+
+        Raises:
+            JournalLockedError: others have held the file for longer than LOCK_PATIENCE_S. Nothing is lost by it: what
+                is queued is written as soon as they let go.
+        """
+        since = self.locked_since
+        if since is not None and (waited := time.monotonic() - since) > LOCK_PATIENCE_S:
+            raise JournalLockedError(
+                f"another program has held the journal {self.path} locked for {waited:.0f} s",
+                "end it (`fuser` names those that have the file open) and ask again: what waits is written then",
+            )
 
     def _write_loop(self) -> None:
         while True:
@@ -312,24 +288,57 @@ class Journal:
     def _commit(self, jobs: list[_Job]) -> None:
         """One transaction for all jobs, but those behind a failed one; runs on the writer's thread."""
         if self._failed is not None:
-            opening, error = self._failed
+            opening, failed = self._failed
             if behind := [job for job in jobs if job.opening == opening]:
-                self._loop.call_soon_threadsafe(self._committed, behind, [], error)
+                self._loop.call_soon_threadsafe(self._committed, behind, [], failed)
             jobs = jobs[len(behind) :]
         if jobs:
+            events: list[Event] = []
+            error: JournalError | None = None
             try:
-                self._loop.call_soon_threadsafe(self._committed, jobs, self._transact(jobs), None)
+                if self._failed is not None:
+                    self._reconnect()
+                events = self._transact_when_free(jobs)
             except sqlite3.Error as failure:
-                error = _explain(failure, self.path)
+                error = explain(failure, self.path)
+            except JournalError as failure:
+                error = failure
+            if error is not None:
                 self._failed = jobs[-1].opening, error
-                self._loop.call_soon_threadsafe(self._committed, jobs, [], error)
+            self._loop.call_soon_threadsafe(self._committed, jobs, events, error)
+
+    def _reconnect(self) -> None:
+        """A fresh connection for the writer: what was wrong with the file may have been put right."""
+        self._writer_database.close()
+        self._writer_database = open_database(self.path)
+        self._writer_database.execute(f"PRAGMA busy_timeout={int(WRITER_TIMEOUT_S * 1000)}")
+        self._failed = None
+
+    def _transact_when_free(self, jobs: list[_Job]) -> list[Event]:
+        """Wait as long as others hold the file locked; it fails nothing, and what is queued stays in order."""
+        is_told = False
+        try:
+            while True:
+                try:
+                    return self._transact(jobs)
+                except sqlite3.Error as error:
+                    now = time.monotonic()
+                    if not is_locked(error) or (self._gives_up_at is not None and now >= self._gives_up_at):
+                        raise
+                if self.locked_since is None:
+                    self.locked_since = now - WRITER_TIMEOUT_S
+                if not is_told and now - self.locked_since > TELL_AFTER_S:
+                    is_told = True
+                    log.warning("another program holds %s locked; what ends now waits for it", self.path)
+        finally:
+            self.locked_since = None
 
     def _transact(self, jobs: list[_Job]) -> list[Event]:
         database = self._writer_database
         events: list[Event] = []
         try:
             database.execute("BEGIN IMMEDIATE")
-            seq = self.last_seq
+            seq = self._written_seq
             for job in jobs:
                 for write in job.writes:
                     if isinstance(write, EventWrite):
@@ -346,11 +355,14 @@ class Journal:
             if database.in_transaction:
                 database.execute("ROLLBACK")
             raise
-        self.last_seq = seq
+        self._written_seq = seq
         return events
 
     def _committed(self, jobs: list[_Job], events: list[Event], error: JournalError | None) -> None:
         """Answer the callers; runs on the loop's thread."""
+        if error is None:
+            for write in (write for job in jobs for write in job.writes):
+                self._note(write)
         for job in jobs:
             if job.done.done():
                 continue
@@ -364,9 +376,28 @@ class Journal:
             if is_news:
                 self._on_error(error)
         if events:
+            self.last_seq = events[-1].seq
             self._recent.extend(events)
             self._grown.set()
             self._grown = asyncio.Event()
+
+    def _note(self, write: Write) -> None:
+        """Keep in memory what the loop asks for of a write that is on disk."""
+        match write:
+            case EventWrite():
+                self._has_checkpoint |= write.kind == "checkpoint"
+            case EpisodeRow():
+                if write.is_pooled:
+                    self._kept[write.episode_id] = write.pooled()
+            case BatchWrite():
+                self._last_step = write.record.step
+                for episode_id in write.record.episode_ids:
+                    self._kept.pop(episode_id, None)
+            case UnpoolWrite():
+                for episode_id in write.episode_ids:
+                    self._kept.pop(episode_id, None)
+            case MetaWrite():
+                self._meta[write.key] = write.value
 
     # Reading
 
@@ -378,9 +409,14 @@ class Journal:
             start = seq + 1 - self._recent[0].seq
             return list(islice(self._recent, start, start + limit))
         rows = await asyncio.to_thread(
-            self._read, "SELECT seq, at, kind, payload FROM events WHERE seq > ? ORDER BY seq LIMIT ?", (seq, limit)
+            self._read,
+            "SELECT seq, at, kind, payload, json_valid(payload) FROM events WHERE seq > ? ORDER BY seq LIMIT ?",
+            (seq, limit),
         )
-        return [Event(*row) for row in rows]
+        for number, *_, is_json in rows:
+            if not is_json:
+                raise _no_json(self.path, number)
+        return [Event(*row[:4]) for row in rows]
 
     @property
     def grown(self) -> asyncio.Event:
@@ -388,73 +424,110 @@ class Journal:
         return self._grown
 
     def _read(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
-        """Rows, for a thread that may wait."""
-        with self._reader_lock:
-            return self._reader.execute(sql, parameters).fetchall()
+        """Rows, for a thread that may wait.
 
-    def _peek(self, sql: str, parameters: Sequence[Any] = ()) -> list[Any]:
-        """Rows, for the event loop's thread."""
-        return self._loop_reader.execute(sql, parameters).fetchall()
+        Raises:
+            JournalError: they can't be read.
+        """
+        with self._reader_lock:
+            try:
+                return self._reader.execute(sql, parameters).fetchall()
+            except sqlite3.Error as error:
+                if "malformed JSON" not in str(error):
+                    raise explain(error, self.path) from error
+        # Only events' payloads are taken apart in SQL.
+        rows = self._read("SELECT seq FROM events WHERE NOT json_valid(payload) LIMIT 1")
+        raise _no_json(self.path, rows[0][0])
+
+    @contextlib.contextmanager
+    def reading(self, table: str, row: object) -> Iterator[None]:
+        """Around what takes a value of a row apart.
+
+        Raises:
+            JournalDamagedError: it is not what was written.
+        """
+        try:
+            yield
+        except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
+            what = (str(error).splitlines() or [type(error).__name__])[0]
+            raise damaged(self.path, f"table {table}, row {row}: {what}") from error
 
     def meta(self, key: str) -> str | None:
         """A named value of the run folder."""
-        rows = self._peek("SELECT value FROM meta WHERE key = ?", (key,))
-        return rows[0][0] if rows else None
+        return self._meta.get(key)
 
     async def episode(self, episode_id: str) -> EpisodeRow | None:
         """A completed episode, or None."""
-        rows = await asyncio.to_thread(self._read, _EPISODE_COLUMNS + " WHERE episode_id = ?", (episode_id,))
-        return _episode_row(rows[0]) if rows else None
+        rows = await asyncio.to_thread(self._episodes, " WHERE episode_id = ?", (episode_id,))
+        return rows[0] if rows else None
+
+    def _episodes(self, where: str, parameters: Sequence[Any] = ()) -> list[EpisodeRow]:
+        found = []
+        for row in self._read(_EPISODE_COLUMNS + where, parameters):
+            with self.reading("episodes", row[0]):
+                found.append(_episode_row(row))
+        return found
 
     def open_episodes(self) -> list[EpisodeRow]:
         """Completed episodes that no batch has taken, in order of places; for a thread."""
-        rows = self._read(_EPISODE_COLUMNS + " WHERE is_pooled = 1 AND step IS NULL ORDER BY position, place")
-        return [_episode_row(row) for row in rows]
+        return self._episodes(" WHERE is_pooled = 1 AND step IS NULL ORDER BY position, place")
 
     def kept(self) -> list[PooledEpisode]:
-        """The same episodes as the next batch sees them, without what they hold: a short look."""
-        rows = self._peek(
+        """The same episodes as the next batch sees them, without what they hold."""
+        return sorted(self._kept.values(), key=lambda episode: (episode.seat.position, episode.seat.index))
+
+    def _read_kept(self) -> list[PooledEpisode]:
+        rows = self._read(
             "SELECT episode_id, group_id, task_id, place, attempt, position, rewards FROM episodes"
-            " WHERE is_pooled = 1 AND step IS NULL ORDER BY position, place"
+            " WHERE is_pooled = 1 AND step IS NULL"
         )
-        return [PooledEpisode(episode_id, Seat(*seat), json.loads(rewards)) for episode_id, *seat, rewards in rows]
+        found = []
+        for episode_id, *seat, rewards in rows:
+            with self.reading("episodes", episode_id):
+                found.append(PooledEpisode(episode_id, Seat(*seat), _rewards(rewards)))
+        return found
 
     def episodes_of(self, record: BatchRecord) -> list[EpisodeRow]:
         """The episodes of a batch, in its order; for a thread."""
-        rows = self._read(_EPISODE_COLUMNS + " WHERE step = ?", (record.step,))
-        by_id = {row.episode_id: row for row in map(_episode_row, rows)}
+        by_id = {row.episode_id: row for row in self._episodes(" WHERE step = ?", (record.step,))}
+        if missing := [one for one in record.episode_ids if one not in by_id]:
+            raise damaged(self.path, f"table episodes: row {missing[0]} of batch {record.step} is missing")
         return [by_id[episode_id] for episode_id in record.episode_ids]
 
     def batches_after(self, step: int) -> list[BatchRecord]:
         """Batches of later updates, in order; for a thread."""
-        rows = self._read("SELECT step, episode_ids, seed FROM batches WHERE step > ? ORDER BY step", (step,))
-        return [BatchRecord(step, tuple(json.loads(episode_ids)), seed) for step, episode_ids, seed in rows]
+        found = []
+        for number, episode_ids, seed in self._read(
+            "SELECT step, episode_ids, seed FROM batches WHERE step > ? ORDER BY step", (step,)
+        ):
+            with self.reading("batches", number):
+                found.append(BatchRecord(number, tuple(json.loads(episode_ids)), seed))
+        return found
 
     def taught(self, step: int) -> dict[str, tuple[float, ...]]:
         """What a teacher said of a batch's calls, by call id; for a thread."""
         ((taught,),) = self._read("SELECT taught FROM batches WHERE step = ?", (step,))
         if taught is None:
             return {}
-        return {call_id: tuple(logprobs) for call_id, logprobs in json.loads(zlib.decompress(taught)).items()}
+        with self.reading("batches", step):
+            return {call_id: tuple(logprobs) for call_id, logprobs in json.loads(zlib.decompress(taught)).items()}
 
     def last_state(self) -> str | None:
-        """The state that the last `state` event went to."""
-        rows = self._peek("SELECT payload FROM events WHERE kind = 'state' ORDER BY seq DESC LIMIT 1")
-        return json.loads(rows[0][0])["to"] if rows else None
+        """The state that the last `state` event went to; for a thread."""
+        for seq, payload in self._read(
+            "SELECT seq, payload FROM events WHERE kind = 'state' ORDER BY seq DESC LIMIT 1"
+        ):
+            with self.reading("events", seq):
+                return str(json.loads(payload)["to"])
+        return None
 
     def is_untouched(self) -> bool:
         """Whether it holds neither a batch nor an episode that a batch may take, nor a checkpoint."""
-        (is_touched,) = self._peek(
-            "SELECT EXISTS (SELECT 1 FROM batches)"
-            " OR EXISTS (SELECT 1 FROM episodes WHERE mode = 'train' AND is_pooled = 1)"
-            " OR EXISTS (SELECT 1 FROM events WHERE kind = 'checkpoint')"
-        )[0]
-        return not is_touched
+        return not (self._last_step or self._kept or self._has_checkpoint)
 
     def last_step(self) -> int:
         """Step of the last batch; 0 before the first."""
-        (step,) = self._peek("SELECT coalesce(max(step), 0) FROM batches")[0]
-        return int(step)
+        return self._last_step
 
     def steps_reported(self, after: int) -> set[int]:
         """Steps later than `after` whose `step` event is on disk; for a thread."""
@@ -546,10 +619,21 @@ def _episode_row(row: tuple[Any, ...]) -> EpisodeRow:
         attempt=attempt,
         position=position,
         is_pooled=is_pooled == 1,
-        rewards=json.loads(rewards),
+        rewards=_rewards(rewards),
         request=request,
         record=zlib.decompress(record),
     )
+
+
+def _no_json(path: Path, seq: int) -> JournalDamagedError:
+    return damaged(path, f"table events, row {seq}: its payload is no JSON")
+
+
+def _rewards(text: str) -> dict[str, float | None]:
+    rewards = json.loads(text)
+    if not isinstance(rewards, dict):
+        raise ValueError(f"rewards are {text[:40]}")
+    return rewards
 
 
 def _write(database: sqlite3.Connection, write: EpisodeRow | BatchWrite | UnpoolWrite | MetaWrite) -> None:

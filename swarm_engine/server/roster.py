@@ -79,12 +79,22 @@ class KeptEpisodes:
         """Read them; takes long where the journal is long, so not on the event loop."""
         rows = journal.open_episodes()
         return KeptEpisodes(
-            completed={row.episode_id: episode_records.validate_json(row.record).episode for row in rows},
+            completed={row.episode_id: recorded(journal, row).episode for row in rows},
             pooled=[row.pooled() for row in rows],
             closed_groups=journal.closed_groups(),
             next_position=journal.next_position(),
             loose_groups=journal.loose_groups(),
         )
+
+
+def recorded(journal: Journal, row: EpisodeRow) -> EpisodeRecord:
+    """What a row of the journal holds of its episode.
+
+    Raises:
+        JournalDamagedError: it holds none.
+    """
+    with journal.reading("episodes", row.episode_id):
+        return episode_records.validate_json(row.record)
 
 
 class Roster:
@@ -409,12 +419,14 @@ class Roster:
                 that the episode did not make does.
             UnsupportedError: the algorithm reads no rewards of calls.
             EpisodeLostError, NotFoundError: see `find`.
+            JournalLockedError: it waits for the disk still; the same end again waits on.
             JournalError: it can't be written.
         """
         episode = self._live.get(episode_id)
         if episode is None:
             row = await self.ended_row(episode_id)
-            agents = (*row.rewards, *Ending.unnamed_in(row.request))
+            with self._journal.reading("episodes", episode_id):
+                agents = (*row.rewards, *Ending.unnamed_in(row.request))
             rewards = _by_agent(reward, agents or (DEFAULT_AGENT,))
             ending = Ending(rewards, outcome, metrics, step_rewards, _without(agents, rewards))
             _check_same_end(episode_id, row.request, ending.as_text())
@@ -439,7 +451,7 @@ class Roster:
             self._check_step_rewards(episode, step_rewards)
             self._begin_end(episode, ending)
         assert episode.ended is not None
-        await asyncio.shield(episode.ended)
+        await self._journal.until_written(episode.ended)
         return rewards
 
     def _check_step_rewards(self, episode: LiveEpisode, step_rewards: Mapping[str, float]) -> None:
@@ -586,7 +598,11 @@ class Roster:
         if episode is not None:
             return episode.record(Ending({}, Outcome.SUCCESS, {}, {}))
         row = await self.ended_row(episode_id)
-        return episode_records.validate_json(row.record)
+        return recorded(self._journal, row)
+
+    def _request_of(self, row: EpisodeRow) -> dict[str, Any]:
+        with self._journal.reading("episodes", row.episode_id):
+            return dict(json.loads(row.request))
 
     async def describe(self, episode_id: str) -> dict[str, Any]:
         """An episode, running or ended, without its tokens.
@@ -604,7 +620,7 @@ class Roster:
                 "group_id": row.group_id,
                 "index": row.place,
                 "mode": row.mode,
-                **json.loads(row.request),
+                **self._request_of(row),
             }
         return {
             "episode_id": episode_id,

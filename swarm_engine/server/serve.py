@@ -24,6 +24,7 @@ from swarm_engine.server.auth import HostCheck, Tokens
 from swarm_engine.server.connection import Connection
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.worker_link import WORKER_COMMAND
+from swarm_engine.signals import ending_signals, leave_dead_terminal
 
 BACKLOG = 2048
 GRACE_S = 3.0
@@ -258,9 +259,10 @@ def _watch_for_end(with_stdin: bool) -> asyncio.Future[str]:
         if ending.done():
             # The journal is safe at any moment, and the worker ends with its socket.
             os._exit(128 + number)
+        leave_dead_terminal()
         end(f"{number.name}")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         if sys.platform == "win32":
             signal.signal(number, lambda got, _: loop.call_soon_threadsafe(on_signal, signal.Signals(got)))
         else:

@@ -38,6 +38,7 @@ from swarm_engine.client import (
     Task,
 )
 from swarm_engine.protocol import Update
+from swarm_engine.server import journal as journals
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.roster import episode_records
 from swarm_engine.types import BatchRecord, EngineState, Mode
@@ -537,6 +538,41 @@ def test_a_full_disk_fails_the_engine_and_a_start_after_making_room_goes_on(tmp_
     assert Counter(kind for _, kind, _ in events)["episode"] == 4
 
 
+def test_another_programs_lock_delays_ends_and_claims_and_the_engine_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "WRITER_TIMEOUT_S", 0.02)
+    run_dir = tmp_path / "run"
+    with serve_thread(run_dir) as served, served.client() as client:
+        client.start(CONFIG, wait=True)
+        play(client, "a")
+        waits, asks_again = client.episode("b"), client.episode("b")
+        other = sqlite3.connect(run_dir / "journal.db", isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        ending = threading.Thread(target=lambda: waits.end(reward=1.0))
+        ending.start()
+        assert served.front is not None
+        journal = served.front.engine.journal
+        wait_until(lambda: journal.locked_since is not None)
+        assert client.status().pool.episodes == 2
+        other.execute("ROLLBACK")
+        ending.join()
+        assert client.status().pool.episodes == 3
+
+        other.execute("BEGIN IMMEDIATE")
+        with monkeypatch.context() as patched:
+            patched.setattr(journals, "LOCK_PATIENCE_S", 0.0)
+            for refused in (lambda: asks_again.end(reward=0.0), lambda: client.episode("c", mode=Mode.EVAL, wait_s=0)):
+                with pytest.raises(SwarmUnavailableError, match=r"locked .*end it .*ask again"):
+                    refused()
+        other.close()
+        asks_again.end(reward=0.0)
+        wait_for_step(client, 1)
+    assert check_journal(run_dir)
+    events, _, _ = read_journal(run_dir)
+    assert Counter(kind for _, kind, _ in events)["episode"] == 4
+
+
 def limit_pages(served: Served, more: int) -> None:
     """Make SQLite believe that the disk is full after a few more pages of 4 KiB."""
     assert served.front is not None
@@ -586,7 +622,7 @@ def serve_in_vain(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_ends_the_worker_and_exits_with_0(tmp_path: Path, number: int) -> None:
     run_dir = tmp_path / "run"
     served = serve_process(run_dir, "--start", "--config", str(config_file(tmp_path)), worker=fake_worker(run_dir))

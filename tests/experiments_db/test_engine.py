@@ -7,7 +7,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from sqlmodel import Session, col, select
 from experiments_db import engine as engine_module
 from experiments_db.engine import HEAD, Database, file_system_of, open_database
 from experiments_db.errors import (
+    DamagedError,
     ExperimentsDbError,
     FullError,
     NetworkDiskError,
@@ -131,7 +132,7 @@ def test_a_new_database_is_private_durable_and_strict(tmp_path: Path) -> None:
                 name: session.execute(text(f"PRAGMA {name}")).scalar()
                 for name in ("journal_mode", "foreign_keys", "busy_timeout", "synchronous")
             }
-    assert settings == {"journal_mode": "wal", "foreign_keys": 1, "busy_timeout": 30000, "synchronous": 2}
+    assert settings == {"journal_mode": "wal", "foreign_keys": 1, "busy_timeout": 60000, "synchronous": 2}
     if os.name == "posix":
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         assert stat.S_IMODE((home / "experiments.db").stat().st_mode) == 0o600
@@ -252,9 +253,61 @@ def test_the_database_of_another_program_is_not_touched(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "experiments.db").write_text("my shopping list, which is longer than a header of SQLite" * 9)
-    with pytest.raises(UnavailableError, match="is no SQLite database, or is damaged"):
+    with pytest.raises(DamagedError, match="is no SQLite database, or its first page is damaged; restore a copy"):
         open_database(home=tmp_path)
     assert (tmp_path / "experiments.db").read_text().startswith("my shopping list")
+
+
+def in_sql(statement: str) -> Callable[[Path], object]:
+    def damage(path: Path) -> None:
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute(statement)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda path: os.truncate(path, 5 * 4096), r"experiments\.db is damaged \(.*(page|malformed)"),
+        (
+            lambda path: path.with_name("experiments.db-wal").write_bytes(b"garbage" * 999),
+            r"-wal is damaged, its header",
+        ),
+        (in_sql("DROP TABLE note"), "its table note is missing; restore a copy"),
+        (in_sql("UPDATE study SET budget = '{' WHERE question = 'b'"), "column budget of row .* in table study holds"),
+    ],
+)
+def test_what_is_damaged_is_named_with_its_place(tmp_path: Path, damage: Callable[[Path], object], told: str) -> None:
+    with open_database(home=tmp_path) as database, database.write() as session:
+        create_study(session, StudyKind.VIBE, "a")
+        create_study(session, StudyKind.VIBE, "b")
+        add_note(session, "global", "here")
+    damage(tmp_path / "experiments.db")
+
+    def read() -> None:
+        with open_database(home=tmp_path) as database, database.read() as session:
+            session.exec(select(Study)).all()
+            session.exec(select(Note)).all()
+
+    with pytest.raises(DamagedError, match=told):
+        read()
+
+
+def test_another_process_that_looks_and_leaves_deletes_no_log_in_use(database: Database) -> None:
+    look = (
+        "import sqlite3, sys; d = sqlite3.connect(sys.argv[1]); d.execute('SELECT * FROM note').fetchall(); d.close()"
+    )
+    with database.write() as session:
+        add_note(session, "global", "one")
+    with open_database(database.url):  # opened and closed again beside the first
+        pass
+    subprocess.run([sys.executable, "-I", "-S", "-c", look, database.name], check=True)
+    with database.write() as session:
+        add_note(session, "global", "two")
+    with contextlib.closing(sqlite3.connect(database.name)) as other:
+        assert other.execute("SELECT count(*) FROM note").fetchone() == (2,)
+    assert Path(f"{database.name}-wal").exists()
 
 
 def test_a_folder_that_can_not_be_made_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import stat
 import subprocess
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from vibe.errors import UsageError
-from vibe.project import RESULTS_FILE
-from vibe.render import write
+from experiments_db.errors import FullError
+from vibe.errors import TrainingFailedError, UsageError
+from vibe.project import RESULTS_FILE, game_of, project_for
+from vibe.render import render, write
 from vibe.run_folder import locked, make_folder, refuse_if_taken
+from vibe.runtime import Run, main
+from vibe.training import going_on_in
 
 HOLDER = """
 import sys
@@ -36,6 +40,30 @@ def test_a_second_training_in_the_folder_is_refused_until_the_first_is_gone(tmp_
         holder.wait()
         with locked(tmp_path):
             pass
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), FullError("no room left")])
+def test_a_full_disk_names_the_command_that_goes_on(tmp_path: Path, error: Exception) -> None:
+    with (
+        pytest.raises(TrainingFailedError, match=rf"(?i)no (space|room) left.*with --run-dir {tmp_path} goes on"),
+        going_on_in(tmp_path),
+    ):
+        raise error
+
+
+def test_a_training_that_finds_the_disk_full_names_the_command_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(render(project_for(game_of("nim"))), tmp_path / "nim")
+
+    async def train(_: Run) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--run-dir", str(tmp_path / "run")])
+    assert main(train, project_of=str(tmp_path / "nim" / "train.py")) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device; make room" in said
+    assert f"the same command with --run-dir {tmp_path / 'run'} goes on from here" in said
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:

@@ -141,15 +141,16 @@ def test_a_finished_run_is_not_run_again(whole: Whole) -> None:
     assert "--run-dir" in said
 
 
-def test_ctrl_c_leaves_no_process_and_only_the_same_command_goes_on(project: Path, tmp_path: Path) -> None:
+def test_a_closed_terminal_leaves_no_process_and_only_the_same_command_goes_on(project: Path, tmp_path: Path) -> None:
     first = train(project, tmp_path / "run", "--updates", "4")
     until(first, lambda event: event["event"] == "step" and event["step"] == 2)
     children = family(first)
     assert len(children) >= 3, "the swarm's front, its worker and the game's process"
-    first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGHUP)
     code, _, said = finish(first)
     assert code == 130
-    assert "goes on" in said
+    assert "stopped by SIGHUP" in said
+    assert f"the same command with --run-dir {tmp_path / 'run'} goes on" in said
     assert are_gone(children)
     code, _, said = finish(train(project, tmp_path / "run", "--updates", "4", "--seed", "5"))
     assert code == 2
