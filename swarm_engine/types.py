@@ -5,12 +5,20 @@ Standard library only, for the client must start at once. Every other module of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 DEFAULT_AGENT = "main"
 """The agent of calls that name none."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def well_formed(text: str) -> str:
+    """A text that can be encoded: halves of surrogate pairs, which JSON's escapes and file names bring, are U+FFFD."""
+    return _SURROGATE.sub("\ufffd", text)
 
 
 class EngineState(StrEnum):

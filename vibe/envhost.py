@@ -211,7 +211,8 @@ def respond(host: Host, line: bytes) -> bytes:
 def refusal(request: Any, code: str, message: str) -> bytes:
     """The reply to a request that can't be answered."""
     number = request.get("id") if isinstance(request, dict) else None
-    return json.dumps({"id": number, "error": {"code": code, "message": message[:MAX_MESSAGE]}}).encode()
+    message = message[:MAX_MESSAGE].encode(errors="replace").decode()  # what is raised may quote half a surrogate pair
+    return json.dumps({"id": number, "error": {"code": code, "message": message}}).encode()
 
 
 def in_words(error: BaseException, project: str) -> str:

@@ -21,7 +21,7 @@ from swarm_engine.client.errors import (
     SwarmUnavailableError,
 )
 from swarm_engine.client.http import HttpError, HttpPool
-from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
+from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome, well_formed
 
 MAX_CONNECTIONS = 1024
 TIMEOUT = httpx.Timeout(connect=10.0, read=None, write=60.0, pool=None)
@@ -152,7 +152,9 @@ class Episode:
         self.is_given_up = True
         self._client._live.pop(self.episode_id, None)
         with contextlib.suppress(EpisodeLostError):
-            await self._client._control("POST", f"/episodes/{self.episode_id}/abort", {"reason": reason[:500]})
+            await self._client._control(
+                "POST", f"/episodes/{self.episode_id}/abort", {"reason": well_formed(reason)[:500]}
+            )
 
     async def __aenter__(self) -> Self:
         return self

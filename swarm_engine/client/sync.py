@@ -23,7 +23,7 @@ from swarm_engine.client.errors import (
     SwarmError,
     SwarmUnavailableError,
 )
-from swarm_engine.types import EngineState, Mode, Outcome
+from swarm_engine.types import EngineState, Mode, Outcome, well_formed
 
 SyncRollout = Callable[["SyncEpisode", wire.Task], None]
 
@@ -97,7 +97,7 @@ class SyncEpisode:
         self.is_given_up = True
         self._client._live.pop(self.episode_id, None)
         with contextlib.suppress(EpisodeLostError):
-            self._client._control("POST", f"/episodes/{self.episode_id}/abort", {"reason": reason[:500]})
+            self._client._control("POST", f"/episodes/{self.episode_id}/abort", {"reason": well_formed(reason)[:500]})
 
     def __enter__(self) -> Self:
         return self

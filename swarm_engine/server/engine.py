@@ -53,7 +53,7 @@ from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.tracker import EpisodeRecord
-from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Episode, Mode
+from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Episode, Mode, well_formed
 from swarm_engine.version import installed_version
 
 log = logging.getLogger(__name__)
@@ -300,6 +300,7 @@ class Engine:
         """Go to FAILED: episodes that run are lost, completed ones wait in the journal for the next start."""
         if self.state in (EngineState.OFFLINE, EngineState.FAILED):
             return
+        reason = well_formed(reason)  # it may quote a file's name, or what a teacher or a worker said
         log.error("engine failed: %s", reason)
         self.reason = reason
         if self._main_task is not None and not self._main_task.done():

@@ -145,6 +145,7 @@ class ChatCodec:
             config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
             if not isinstance(config, dict):
                 raise ValueError(f"{config_file.name} is {shown(config)}, no JSON object")
+            json.dumps(config, ensure_ascii=False).encode()  # raises where an escape is half of a surrogate pair
             source, tool_source = read_templates(folder, config)
         except (OSError, ValueError, RecursionError) as error:
             raise TokenizerError(

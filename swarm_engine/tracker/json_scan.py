@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 
+from swarm_engine.tracker.marks import clean
+from swarm_engine.types import well_formed
+
 COMMA = re.compile(r"\s*,")
 MEMBER = re.compile(r'\s*"(?P<key>(?:[^"\\]|\\.)*)"\s*:\s*')
 
@@ -67,9 +70,12 @@ def members_of(text: str) -> dict[str, str]:
 
 
 def text_of(raw: str) -> str | None:
-    """The text that a JSON string spells; None where it is none, or empty."""
+    """The text that a JSON string spells; None where it is none, or empty.
+
+    What its escapes spell that no text may hold is U+FFFD, for this goes out as the model's words and has to come back.
+    """
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, str) and value else None
+    return clean(well_formed(value)) if isinstance(value, str) and value else None

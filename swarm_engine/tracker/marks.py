@@ -13,4 +13,9 @@ MARK = "\ufdd2"
 ANY = "\ufdd3"
 """Stands for the id of a call in markup."""
 
-OURS = re.compile(f"[{BREAKER}-{ANY}]")
+_OURS = re.compile(f"[{BREAKER}-{ANY}]")
+
+
+def clean(text: str) -> str:
+    """Text that others wrote, without the noncharacters that this package keeps for itself."""
+    return _OURS.sub("\ufffd", text)

@@ -22,7 +22,7 @@ from swarm_engine.tracker.answers import (
     join_deltas,
     kind_of,
 )
-from swarm_engine.tracker.marks import OURS
+from swarm_engine.tracker.marks import clean
 from swarm_engine.tracker.markup import Markup
 from swarm_engine.tracker.reply_parser import ReplyParser
 
@@ -73,7 +73,7 @@ class ReplyReader:
         self._num_taken = 0
         self._num_chars = 0
         self._starts = array("Q")
-        """For each token how many characters of the reply, marks included, stand before its own."""
+        """For each token the character of the reply, marks included, that it begins or goes on with."""
 
     def push(self, token_ids: Sequence[int]) -> None:
         """Read tokens, up to the one that completes a stop string."""
@@ -93,7 +93,7 @@ class ReplyReader:
     def finish(self) -> None:
         """No token follows: a character that was cut short becomes U+FFFD."""
         if self.stopped_by is None:
-            rest = _clean(self._decoder.decode(b"", final=True))
+            rest = clean(self._decoder.decode(b"", final=True))
             self._waiting.append((rest, rest))
             self._parser.feed("".join(parsed for parsed, _ in self._waiting))
             self._waiting.clear()
@@ -121,6 +121,13 @@ class ReplyReader:
         """
         return sum(self.num_before(end) - self.num_before(start) for start, end in self._parser.reasoning)
 
+    def starts(self, tokens: range) -> list[int]:
+        """Where in the reply's text each of these tokens begins, one in the middle of a character at that character.
+
+        For a reply without markup, whose text is all of it.
+        """
+        return list(self._starts[tokens.start : tokens.stop])
+
     def num_before(self, place: int) -> int:
         """How many tokens begin before a character of the reply, marks counted as characters."""
         return bisect_left(self._starts, place)
@@ -145,18 +152,32 @@ class ReplyReader:
         """Tokens as text, the markup's control tokens marked."""
         codec, pieces = self.codec, list[tuple[str, str]]()
         for token_id in token_ids:
-            self._starts.append(self._num_chars)
             mark = self._marks.get(token_id)
             if mark is not None:
+                self._starts.append(self._num_chars)
                 # A control token ends a character that was cut short.
-                text = _clean(self._decoder.decode(b"", final=True))
+                text = clean(self._decoder.decode(b"", final=True))
                 pieces += [(text, text), (mark, "" if codec.is_hidden(token_id) else mark[1:])]
                 self._num_chars += len(text) + len(mark)
-            elif not codec.is_hidden(token_id):
-                text = _clean(self._decoder.decode(codec.token_bytes(token_id)))
+            elif codec.is_hidden(token_id):
+                self._starts.append(self._num_chars)
+            else:
+                raw = codec.token_bytes(token_id)
+                self._starts.append(self._num_chars + self._breaks(raw))
+                text = clean(self._decoder.decode(raw))
                 pieces.append((text, text))
                 self._num_chars += len(text)
         return pieces
+
+    def _breaks(self, raw: bytes) -> bool:
+        """Whether bytes begin a character of their own while one is open, which then stands before them as U+FFFD."""
+        if not raw or not (begun := self._decoder.getstate()[0]):
+            return False
+        try:
+            codecs.utf_8_decode(begun + raw, "strict", False)
+        except UnicodeDecodeError as error:
+            return error.start == 0
+        return False
 
     def _release(self) -> None:
         """Hand on what no stop string can reach back into, or all before the first one."""
@@ -178,8 +199,3 @@ class ReplyReader:
                 kept.append((parsed, seen))
         self._waiting = [] if found else kept
         self._parser.feed(released)
-
-
-def _clean(text: str) -> str:
-    """Text without the noncharacters that this package keeps for itself."""
-    return OURS.sub("\ufffd", text)

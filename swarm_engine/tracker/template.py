@@ -91,13 +91,14 @@ class ChatTemplate:
             BadRequestError: the template refuses these messages.
         """
         try:
-            return self._template.render(
+            rendered = self._template.render(
                 messages=messages,
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
+            rendered.encode()  # a template may write half of a surrogate pair, which no tokenizer takes
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
             raise BadRequestError(
                 f"the model's chat template refuses these messages ({error})",
@@ -105,6 +106,7 @@ class ChatTemplate:
                 code="template_refused",
                 param="messages",
             ) from error
+        return rendered
 
 
 def simpler_message(message: Message) -> Message:

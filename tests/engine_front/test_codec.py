@@ -50,6 +50,13 @@ def taken_text(reply: ReplyReader) -> str:
     return "".join(delta.text for delta in reply.take() if isinstance(delta, TextDelta))
 
 
+def test_a_template_that_writes_half_of_a_surrogate_pair_is_refused() -> None:
+    template = ChatTemplate("{{ '\\ud83c' if messages[0].content == 'x' }}", {}, NOW)
+    assert template.render([{"role": "user", "content": "y"}], add_generation_prompt=True) == ""
+    with pytest.raises(BadRequestError, match=r"chat template refuses these messages .*surrogates not allowed"):
+        template.render([{"role": "user", "content": "x"}], add_generation_prompt=True)
+
+
 def test_a_conversation_becomes_the_ids_worked_out_by_hand() -> None:
     found = prompt(CODEC, [{"role": "user", "content": "hi"}])
     user = [START_ID, *ids("user\nhi"), END_ID, *ids("\n")]

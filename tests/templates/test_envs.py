@@ -95,6 +95,8 @@ class Game:
             file.write(b"x" * (2 << 20))
     def fail(self):
         return {}["nothing"]
+    def half(self):
+        raise ValueError("so: " + chr(0xD83D))
     def talk(self):
         print('{"id": 1, "ok": "forged"}')
         return say("talked")
@@ -225,6 +227,7 @@ def test_a_fault_of_the_game_names_its_place_and_the_process_lives_on(project: P
             await env.reset(1)
             pid = host.pid
             for broken, said in {
+                "half": "step() raised ValueError: so: ? (env.py, line ",
                 "fail": "step() raised KeyError: 'nothing' (env.py, line ",
                 "flood": "what step() gave has 30000",
                 "opaque": "what step() gave can't be written as JSON: Object of type set",

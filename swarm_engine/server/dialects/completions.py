@@ -7,10 +7,8 @@ sets no limit, the server's own holds (`sampler.max_tokens`), and not 16 tokens 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedError, shown
@@ -73,8 +71,6 @@ class CompletionWriter:
         self._request = request
         self._ask = ask
         self._head = writing.openai_head(ask, "text_completion", int(time.time()))
-        self._offsets: Counter[int] = Counter()
-        """Characters told of, by choice."""
 
     def start(self) -> bytes:
         """Nothing: the first chunk has the first text."""
@@ -85,8 +81,7 @@ class CompletionWriter:
         text = "".join(delta.text for delta in news.deltas if isinstance(delta, TextDelta))
         logprobs = None
         if self._request.has_logprobs and news.tokens:
-            logprobs = token_lists(call, news.tokens, self._offsets[call.choice])
-            self._offsets[call.choice] += sum(map(len, logprobs["tokens"]))
+            logprobs = token_lists(call, news.tokens)
         if not text and logprobs is None:
             return b""
         return writing.event({**self._head, "choices": [_choice(call, text, logprobs)]})
@@ -104,19 +99,18 @@ class CompletionWriter:
         return writing.event(writing.openai_error(error))
 
 
-def token_lists(call: RunningCall, tokens: range, offset: int = 0) -> dict[str, Any]:
+def token_lists(call: RunningCall, tokens: range) -> dict[str, Any]:
     """Log-probabilities as this API writes them: a list for each thing that is known of a token.
 
-    Args:
-        offset: characters of the tokens before, as these lists write them; `text_offset` counts on from there.
+    `text_offset` is where a token begins in the text of the whole reply. A token that is part of a character alone
+    begins where that character does, though `tokens` shows its bytes.
     """
     entries = writing.token_entries(call, tokens)
-    offsets = accumulate((len(entry["token"]) for entry in entries[:-1]), initial=offset)
     return {
         "tokens": [entry["token"] for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": [{one["token"]: one["logprob"] for one in entry["top_logprobs"]} for entry in entries],
-        "text_offset": list(offsets) if entries else [],
+        "text_offset": call.reply.starts(tokens),
     }
 
 
@@ -160,4 +154,4 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         value = value[0]
     if not value or not isinstance(value, str | list):
         raise BadRequestError("prompt must be a text or a list of token ids, and not empty", param="prompt")
-    return fields.unicode_text(value, "prompt") if isinstance(value, str) else fields.token_ids(value, "prompt")
+    return value if isinstance(value, str) else fields.token_ids(value, "prompt")
