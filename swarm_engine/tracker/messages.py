@@ -137,8 +137,10 @@ def _parse_tool(raw: Any, where: str) -> Tool:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a field with this value says nothing; a zero says something."""
-    return value is None or value is False or value in ("", [], {})
+    """Whether a field with this value says nothing; a zero says something, an object of nulls doesn't."""
+    if isinstance(value, dict):
+        return all(item is None for item in value.values())
+    return value is None or value is False or value in ("", [])
 
 
 def check_fields(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:

@@ -378,6 +378,58 @@ def test_arguments_that_are_no_json_come_as_sampled_and_the_episode_goes_on(play
             assert sampled(played, claimed)[0] == [*ids(broken), END_ID]
 
 
+NO_TEXT = CALL % ("lo\\ud83cok\\ufdd0", '{"q": "\\udc00"}')
+"""A call whose name has escapes of half a surrogate pair and of a noncharacter, as has an argument of it."""
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
+def test_a_sampled_name_that_no_text_may_hold_is_served_mended_and_comes_back_as_sampled(
+    trickling: Served, route: str, is_stream: bool
+) -> None:
+    """N02: what is served is valid Unicode, the reply can be sent back, the episode ends."""
+    history: Any
+    with episode(trickling, NO_TEXT, "I see.") as claimed, sdk(claimed) as api, claude(claimed) as anthropic_api:
+        if route == "messages":
+            settings: Any = {"model": "m", "max_tokens": 500, "tools": [ANTHROPIC]}
+            if is_stream:
+                with anthropic_api.messages.stream(messages=HI, **settings) as events:
+                    first = events.get_final_message()
+            else:
+                first = anthropic_api.messages.create(messages=HI, **settings)
+            (use,) = first.content
+            assert use.type == "tool_use"
+            name = use.name
+            result = {"type": "tool_result", "tool_use_id": use.id, "content": "bad"}
+            history = [*HI, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+            anthropic_api.messages.create(messages=history, **settings)
+        elif route == "responses":
+            asked: Any = {"model": "m", "tools": [FLAT]}
+            answer: Any = api.responses.create(input="hi", stream=is_stream, **asked)
+            response = list(answer)[-1].response if is_stream else answer
+            (item,) = response.output
+            name = item.name
+            result = {"type": "function_call_output", "call_id": item.call_id, "output": "bad"}
+            api.responses.create(input=[*HI, item.model_dump(exclude_none=True), result], **asked)
+        else:
+            asked = {"model": "m", "tools": [LOOKUP]}
+            whole: Any
+            if is_stream:
+                with api.chat.completions.stream(messages=HI, **asked) as pieces:
+                    whole = pieces.get_final_completion()
+            else:
+                whole = api.chat.completions.create(messages=HI, **asked)
+            (call,) = whole.choices[0].message.tool_calls
+            name = call.function.name
+            said = whole.choices[0].message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+            history = [*HI, said, {"role": "tool", "tool_call_id": call.id, "content": "bad"}]
+            api.chat.completions.create(messages=history, **asked)
+        assert name == "lo\ufffdok\ufffd"
+        one, two = recorded(trickling, claimed)
+        assert one[-len(ids(NO_TEXT)) - 1 :] == [*ids(NO_TEXT), END_ID]
+        assert two[: len(one)] == one
+
+
 @pytest.mark.parametrize("arguments", ['{"q": "x"', "[1,2]", '"abc"'])
 def test_a_history_with_arguments_that_are_no_object_is_served_as_it_is(played: Served, arguments: str) -> None:
     """B022, for a call that another model wrote."""
@@ -1436,6 +1488,7 @@ SPOKEN: list[Any] = [
         {"id": "c2", "type": "function", "function": {"name": "lookup", "arguments": {"q": 1}}},
     ]},
     {"role": "tool", "tool_call_id": "c1", "content": "17"},
+    {"role": "tool", "tool_call_id": "c2", "content": "17"},
 ]  # fmt: skip
 FULL: dict[str, dict[str, Any]] = {
     "chat/completions": {
@@ -1792,6 +1845,109 @@ def test_a_result_may_answer_a_call_of_any_message_before_it_and_a_legacy_one_na
         ):
             answer = post(claimed, route, {"model": "m", **body})
             assert answer.status_code == 200, answer.text
+
+
+SECOND_CALL = {**A_CALL, "id": "d"}
+CLAUDE_CALLS = {"role": "assistant", "content": [*CLAUDE_CALL["content"], {**CLAUDE_CALL["content"][0], "id": "d"}]}
+UNANSWERED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("chat/completions", {"messages": [*HI, CHAT_CALL]}, "messages[1].tool_calls[0]", "'c', and behind it"),
+    (
+        "chat/completions",
+        {"messages": [CHAT_CALL, *HI, chat_result(tool_call_id="c")]},
+        "messages[0].tool_calls[0]",
+        "'c', and before messages[1]",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{**CHAT_CALL, "tool_calls": [A_CALL, SECOND_CALL]}, chat_result(tool_call_id="c")]},
+        "messages[0].tool_calls[1]",
+        "'d', and behind it",
+    ),
+    ("messages", {"messages": [*HI, CLAUDE_CALL]}, "messages[1].content[0]", "'c', and behind it"),
+    ("messages", {"messages": [*HI, CLAUDE_CALL, *HI]}, "messages[1].content[0]", "'c', and in messages[2]"),
+    (
+        "messages",
+        {"messages": [*HI, CLAUDE_CALLS, claude_result("c")]},
+        "messages[1].content[1]",
+        "'d', and in messages[2]",
+    ),
+    (
+        "messages/count_tokens",
+        {"messages": [*HI, CLAUDE_CALL, *HI]},
+        "messages[1].content[0]",
+        "'c', and in messages[2]",
+    ),
+    ("responses", {"input": [*HI, ITEM_CALL]}, "input[1]", "'c', and behind it"),
+    ("responses", {"input": [ITEM_CALL, {**ITEM_CALL, "call_id": "d"}, ITEM_RESULT]}, "input[1]", "'d', and behind it"),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "place", "said"), UNANSWERED)
+def test_a_tool_call_without_its_result_is_a_400_that_names_its_place(
+    played: Served, route: str, body: dict[str, Any], place: str, said: str
+) -> None:
+    """As at both vendors: the model would read a call that nobody answered, and that is not what happened."""
+    with episode(played, "yes") as claimed:
+        answer = post(claimed, route, {"model": "m", **({"max_tokens": 9} if route == "messages" else {}), **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"{place} is the tool call {said} there is no result of it; send the result")
+    assert error.get("param", place) == place
+
+
+def test_a_response_that_called_a_tool_goes_on_with_the_result_alone(played: Served) -> None:
+    with episode(played, CALL % ("lookup", "{}"), "yes") as claimed:
+        first = post(claimed, "responses", {"model": "m", "input": "hi", "tools": [FLAT]}).json()
+        more = {"model": "m", "tools": [FLAT], "previous_response_id": first["id"]}
+        answer = post(claimed, "responses", {**more, "input": "and?"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
+        (call,) = first["output"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "17"}
+        assert post(claimed, "responses", {**more, "input": [result]}).status_code == 200
+
+
+def test_a_message_of_the_assistant_that_says_nothing_is_refused_and_an_empty_reply_is_taken(played: Served) -> None:
+    with episode(played, [END_ID], "a", [END_ID], "b", "c") as claimed:
+        for message in ({"content": None}, {}, {"content": None, "tool_calls": []}):
+            body = {"messages": [*HI, {"role": "assistant", **message}, *HI]}
+            error = post(claimed, "chat/completions", body).json()["error"]
+            assert error["message"].startswith("messages[1] is the assistant's, and it has neither content nor tool_")
+            assert error["param"] == "messages[1].content"
+        reply = post(claimed, "chat/completions", {"messages": HI}).json()["choices"][0]["message"]
+        assert reply["content"] == ""
+        assert post(claimed, "chat/completions", {"messages": [*HI, reply, *HI]}).status_code == 200
+        said = post(claimed, "messages", {"messages": HI, "max_tokens": 9}).json()["content"]
+        history = [*HI, {"role": "assistant", "content": said}, *HI]
+        assert post(claimed, "messages", {"messages": history, "max_tokens": 9}).status_code == 200
+        thought = {"role": "assistant", "content": None, "reasoning_content": "hm"}
+        assert post(claimed, "chat/completions", {"messages": [*HI, thought, *HI]}).status_code == 200
+
+
+def test_a_field_that_holds_nothing_but_nulls_says_nothing(played: Served) -> None:
+    """N12: LiteLLM keeps `provider_specific_fields` in the messages that it sends back."""
+    with episode(played, "a", "b") as claimed:
+        said = {"role": "assistant", "content": "a", "provider_specific_fields": {"refusal": None}}
+        assert post(claimed, "chat/completions", {"messages": [*HI, said, *HI]}).status_code == 200
+        said["provider_specific_fields"] = {"refusal": "no"}
+        answer = post(claimed, "chat/completions", {"messages": [*HI, said, *HI]})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "messages[1].provider_specific_fields"
+
+
+def test_offsets_are_of_the_text_also_where_a_character_has_several_tokens(trickling: Served) -> None:
+    """N10: in "hé 😊!" é has 2 bytes and 😊 has 4, each a token: h 0, é 1, blank 2, 😊 3, ! 4, and the end at 5."""
+    text = "hé 😊!"
+    with episode(trickling, text, text, [*ids("a"), ids("é")[0], *ids("b")]) as claimed, sdk(claimed) as api:
+        settings: Any = {"model": "m", "prompt": "x", "logprobs": 0}
+        (whole,) = api.completions.create(**settings).choices
+        chunks = [chunk.choices[0] for chunk in api.completions.create(**settings, stream=True)]
+        streamed = [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.text_offset or []]
+        assert whole.text == "".join(chunk.text for chunk in chunks) == text
+        assert whole.logprobs is not None
+        assert whole.logprobs.text_offset == streamed == [0, 1, 1, 2, 3, 3, 3, 3, 4, 5]
+        (cut,) = api.completions.create(**settings).choices
+        assert cut.logprobs is not None
+        assert (cut.text, cut.logprobs.text_offset) == ("a\ufffdb", [0, 1, 2, 3])
 
 
 def test_json_cut_at_the_limit_is_not_repaired(played: Served) -> None:

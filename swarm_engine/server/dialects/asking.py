@@ -13,25 +13,62 @@ from swarm_engine.server.grammars import check_parameters, json_object_grammar, 
 from swarm_engine.tracker.messages import Message
 
 
-def check_result(call_id: str | None, known: Collection[str], where: str) -> None:
-    """See that a tool's result answers a call; the templates would show the model an answer to nothing.
+class ToolCalls:
+    """The tool calls of a conversation while it is read, and those that wait for a result.
 
-    Args:
-        call_id: of the call that it answers; one without goes with any call, as legacy functions do.
-        known: ids of the calls before it. They are the caller's own: frameworks rename them.
-        where: place of the id in the request.
-    Raises:
-        BadRequestError: no call before it has this id.
+    Templates would show the model an answer to nothing, or a call that nobody answered, and neither is what happened.
     """
-    if call_id not in known and (call_id is not None or not known):
-        named = sorted(filter(None, known))
-        made = f"those before it are {shortened(', '.join(map(shown, named)))}" if named else "none before it has one"
-        made = made if known else "there is none before it"
-        raise BadRequestError(
-            f"{where} is {shown(call_id)}, and no tool call has that id: {made}",
-            "send the assistant's message with the call before its result, or leave both out",
-            param=where,
-        )
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        """Ids are the caller's own: frameworks rename them."""
+        self._open: list[tuple[str, str]] = []
+        """Id and place of each call without a result."""
+
+    def make(self, call_id: str, where: str) -> None:
+        """A call, and its place in the request."""
+        self.known.add(call_id)
+        self._open.append((call_id, where))
+
+    def answer(self, call_id: str | None, where: str) -> None:
+        """A result.
+
+        Args:
+            call_id: of the call that it answers; one without goes with any call, as legacy functions do.
+            where: place of the id in the request.
+        Raises:
+            BadRequestError: no call before it has this id.
+        """
+        if call_id not in self.known and (call_id is not None or not self.known):
+            named = sorted(filter(None, self.known))
+            made = (
+                f"those before it are {shortened(', '.join(map(shown, named)))}" if named else "none before it has one"
+            )
+            made = made if self.known else "there is none before it"
+            raise BadRequestError(
+                f"{where} is {shown(call_id)}, and no tool call has that id: {made}",
+                "send the assistant's message with the call before its result, or leave both out",
+                param=where,
+            )
+        answered = next((one for one in self._open if call_id in (None, one[0])), None)
+        if answered is not None:
+            self._open.remove(answered)
+
+    def check_answered(self, before: str) -> None:
+        """See that every call has its result.
+
+        Args:
+            before: where it has to stand, in words.
+        Raises:
+            BadRequestError: one has none.
+        """
+        if self._open:
+            call_id, where = self._open[0]
+            raise BadRequestError(
+                f"{where} is the tool call {shown(call_id)}, and {before} there is no result of it",
+                "send the result with the call's id, if only to say that it failed, or leave the call out",
+                param=where,
+            )
 
 
 def openai_tool_choice(value: Any, tools: Sequence[Message]) -> ToolChoice:

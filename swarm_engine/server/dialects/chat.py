@@ -19,6 +19,7 @@ from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+SAID_BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning")
 
 RULES = fields.Rules(
     read=frozenset(
@@ -180,13 +181,26 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
 
 
 def _messages(raw: Any) -> tuple[Message, ...]:
-    """The messages of a request, in which every tool message answers a call."""
+    """The messages of a request: tool messages answer calls, calls are answered right behind them, the assistant's say
+    something.
+    """
     parsed = parse_messages(raw)
-    known: set[str] = set()
+    calls = asking.ToolCalls()
     for index, message in enumerate(raw):
+        where = f"messages[{index}]"
         if message["role"] in ("tool", "function"):
-            asking.check_result(message.get("tool_call_id"), known, f"messages[{index}].tool_call_id")
-        known.update(call.get("id") or "" for call in message.get("tool_calls") or ())
+            calls.answer(message.get("tool_call_id"), f"{where}.tool_call_id")
+            continue
+        calls.check_answered(f"before {where}")
+        if message.get("content") is None and not any(map(message.get, SAID_BESIDE_CONTENT)):
+            raise BadRequestError(
+                f"{where} is the assistant's, and it has neither content nor tool_calls",
+                "send the message as it came; what says nothing has the content ''",
+                param=f"{where}.content",
+            )
+        for place, call in enumerate(message.get("tool_calls") or ()):
+            calls.make(call.get("id") or "", f"{where}.tool_calls[{place}]")
+    calls.check_answered("behind it")
     return parsed
 
 

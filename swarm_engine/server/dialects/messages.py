@@ -12,7 +12,7 @@ is sampled its input is held back until it is complete, for the SDK raises on in
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -306,16 +306,16 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
         messages.append({"role": "system", "content": _system(system, "system")})
     if not raw.get("messages"):
         raise BadRequestError("messages must be a list with at least one message", param="messages")
-    known: set[str] = set()
-    """Ids of the calls so far."""
+    calls = asking.ToolCalls()
     for where, message in fields.items(raw["messages"], "messages"):
         check_fields(message, MESSAGE_FIELDS, where)
         match message.get("role"):
             case "user":
-                messages += _user(message.get("content"), f"{where}.content", known)
+                messages += _user(message.get("content"), f"{where}.content", calls)
+                calls.check_answered(f"in {where}")
             case "assistant":
-                messages.append(_assistant(message.get("content"), f"{where}.content"))
-                known.update(call["id"] for call in messages[-1].get("tool_calls", ()))
+                calls.check_answered(f"before {where}")
+                messages.append(_assistant(message.get("content"), f"{where}.content", calls))
             case "system":
                 messages.append({"role": "system", "content": _system(message.get("content"), f"{where}.content")})
             case role:
@@ -323,6 +323,7 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
                     f"{where}.role is {shown(role)}", "it must be user, assistant or system", param=f"{where}.role"
                 )
     if messages[-1]["role"] == "assistant":
+        calls.check_answered("behind it")
         raise UnsupportedError(
             "the last message is the assistant's, and this server begins every reply itself",
             "end with a user message",
@@ -357,7 +358,7 @@ def _system(content: Any, where: str) -> str:
     return SYSTEM_SEPARATOR.join(_block_text(block, place) for place, block in _blocks(content, where))
 
 
-def _user(content: Any, where: str, known: Collection[str]) -> list[dict[str, Any]]:
+def _user(content: Any, where: str, made: asking.ToolCalls) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     for place, block in _blocks(content, where):
@@ -368,14 +369,14 @@ def _user(content: Any, where: str, known: Collection[str]) -> list[dict[str, An
         inner = block.get("content")
         text = "" if inner is None else "".join(_block_text(*one[::-1]) for one in _blocks(inner, f"{place}.content"))
         call_id = _field(block, "tool_use_id", place)
-        asking.check_result(call_id, known, f"{place}.tool_use_id")
+        made.answer(call_id, f"{place}.tool_use_id")
         results.append({"role": "tool", "tool_call_id": call_id, "content": text})
     if texts or not results:
         results.append({"role": "user", "content": "".join(texts)})
     return results
 
 
-def _assistant(content: Any, where: str) -> dict[str, Any]:
+def _assistant(content: Any, where: str, made: asking.ToolCalls) -> dict[str, Any]:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -386,6 +387,7 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
             case "tool_use":
                 function = {"name": _field(block, "name", place), "arguments": _arguments(block.get("input"), place)}
                 calls.append({"id": _field(block, "id", place), "type": "function", "function": function})
+                made.make(calls[-1]["id"], place)
             case _:
                 texts.append(_block_text(block, place))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}

@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -426,25 +426,26 @@ def _tools(raw: Any) -> Any:
 
 def _messages(raw: Any, earlier: Sequence[Message]) -> list[dict[str, Any]]:
     """Items as messages of chat completions, which go on from earlier ones."""
+    calls = asking.ToolCalls()
+    for message in earlier:
+        for call in message.get("tool_calls", ()):
+            calls.make(call["id"], "previous_response_id")
+        if message["role"] == "tool":
+            calls.answer(message["tool_call_id"], "previous_response_id")
     if isinstance(raw, str):
+        calls.check_answered("in the input")
         return [{"role": "user", "content": read_text(raw, "input")}]
     if not raw:
         raise BadRequestError("input must be a text or a list with at least one item", param="input")
-    known = _call_ids(earlier)
     messages: list[dict[str, Any]] = []
     for is_reply, group in groupby(fields.items(raw, "input"), lambda one: _is_reply(one[1])):
         items = list(group)
         if is_reply:
-            replies = _replies(items)
-            known |= _call_ids(replies)
-            messages += replies
+            messages += _replies(items, calls)
         else:
-            messages += [_other(item, where, known) for where, item in items]
+            messages += [_other(item, where, calls) for where, item in items]
+    calls.check_answered("behind it")
     return messages
-
-
-def _call_ids(messages: Iterable[Message]) -> set[str]:
-    return {call["id"] for message in messages for call in message.get("tool_calls", ())}
 
 
 def _kind(item: Mapping[str, Any]) -> Any:
@@ -456,7 +457,7 @@ def _is_reply(item: Mapping[str, Any]) -> bool:
     return kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
 
 
-def _replies(items: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def _replies(items: Iterable[tuple[str, Mapping[str, Any]]], made: asking.ToolCalls) -> list[dict[str, Any]]:
     """Items of the assistant in a row: one reply, but where a message comes behind another without a call.
 
     A model that reasons between its calls and messages wrote one reply, whose record joins them with nothing between.
@@ -481,6 +482,7 @@ def _replies(items: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, A
             call_id = read_text(item.get("call_id") or "", f"{where}.call_id")
             call = {"id": call_id, "type": "function", "function": function}
             reply.setdefault("tool_calls", []).append(call)
+            made.make(call_id, where)
     if not replies:
         replies.append({"role": "assistant", "content": ""})
     _add_thought(replies[-1], thought)
@@ -492,7 +494,7 @@ def _add_thought(reply: dict[str, Any], thought: str) -> None:
         reply["reasoning_content"] = reply.get("reasoning_content", "") + thought
 
 
-def _other(item: Mapping[str, Any], where: str, known: Collection[str]) -> dict[str, Any]:
+def _other(item: Mapping[str, Any], where: str, made: asking.ToolCalls) -> dict[str, Any]:
     kind = _kind(item)
     if kind == "message":
         if (role := item.get("role")) not in INPUT_ROLES:
@@ -505,7 +507,7 @@ def _other(item: Mapping[str, Any], where: str, known: Collection[str]) -> dict[
     if kind == "function_call_output":
         output = _text(item.get("output"), f"{where}.output")
         call_id = read_text(item.get("call_id"), f"{where}.call_id")
-        asking.check_result(call_id, known, f"{where}.call_id")
+        made.answer(call_id, f"{where}.call_id")
         return {"role": "tool", "tool_call_id": call_id, "content": output}
     raise UnsupportedError(
         f"{where} is an item of type {shown(kind)}",
