@@ -11,10 +11,12 @@ SwarmEngineError
 ├── ConflictError              409  it contradicts what happened before
 ├── EpisodeLostError           410  the episode is gone; claim its task again
 ├── TooLargeError              413  the request's body is too long
+├── UnsupportedEncodingError   415  the request's body is packed in a way that is not unpacked
 ├── WrongHostError             421  the Host header names another server
 ├── InvalidError               422  well-formed, but a value makes no sense
 ├── InternalError              500  a fault of the server's own
 ├── EngineUnavailableError     503  the engine is off, failed or going down
+├── CrowdedError               503  the server has no room for another connection
 ├── JournalError               507  the journal can't be written, so nothing can be promised
 │   ├── JournalLockedError     503  another program holds it locked
 │   └── JournalDamagedError    500  something in it is not as it was written
@@ -30,6 +32,7 @@ SwarmEngineError
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Collection
 
 MAX_SHOWN_CHARS = 80
 """Of a caller's value in a message: it may be the whole of a megabyte that was sent by mistake."""
@@ -119,6 +122,11 @@ class MethodNotAllowedError(SwarmEngineError):
     status = 405
     code = "method_not_allowed"
 
+    def __init__(self, method: str, path: str, allowed: Collection[str]) -> None:
+        self.allow = ", ".join(sorted(allowed))
+        """As the `Allow` header, which every such answer must have, writes it."""
+        super().__init__(f"{method} is not a method of {path}", f"use {self.allow}")
+
 
 class ConflictError(SwarmEngineError):
     """It contradicts what happened before."""
@@ -139,6 +147,13 @@ class TooLargeError(SwarmEngineError):
 
     status = 413
     code = "request_too_large"
+
+
+class UnsupportedEncodingError(SwarmEngineError):
+    """The request's body is packed in a way that this server does not unpack."""
+
+    status = 415
+    code = "unsupported_encoding"
 
 
 class WrongHostError(SwarmEngineError):
@@ -167,6 +182,19 @@ class EngineUnavailableError(SwarmEngineError):
 
     status = 503
     code = "engine_unavailable"
+
+
+class CrowdedError(SwarmEngineError):
+    """The server has no room for another connection."""
+
+    status = 503
+    code = "too_many_connections"
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__(
+            f"all of the {limit} connections that the server's limit of open files leaves room for are busy",
+            "ask again later with fewer at once, or raise the limit of open files and start the server again",
+        )
 
 
 class JournalError(SwarmEngineError):

@@ -54,6 +54,12 @@ def status_lines(status: Status) -> list[str]:
         f"{pool.informative_tasks} informative"
     )
     lines.append(f"running   {status.running} episodes of {len(status.clients)} clients")
+    crowd = status.connections
+    if crowd["closed"] or crowd["refused"]:
+        lines.append(
+            f"files     the limit of open files leaves room for {crowd['limit']} connections: {crowd['closed']} idle "
+            f"ones were closed for others, {crowd['refused']} requests refused; raise it and start the server again"
+        )
     return lines
 
 

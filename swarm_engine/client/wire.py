@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,8 @@ from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
 CONTROL = "/swarm/v1"
 MAX_POLL_S = 60.0
 """The server's limit for one wait; longer ones are asked in turns."""
+MAX_FILE_BYTES = 1024 * 1024
+"""Of a config or token file."""
 CONTEXT_CODE = "context_length_exceeded"
 LOST_STATUS = 410
 UNAVAILABLE_STATUS = (502, 503, 504)
@@ -92,6 +96,9 @@ class Status:
     server_id: str
     last_seq: int
     """Number of the newest event."""
+    connections: Mapping[str, int | None]
+    """`open` ones, their `limit` (None where nothing bounds them), idle ones `closed` for others, and requests that
+    were `refused` because all were busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,22 @@ def is_token(text: str) -> bool:
     return bool(text) and text.isascii() and text.isprintable() and " " not in text
 
 
+def read_small_file(file: Path) -> str:
+    """The text of a file that a user names on a command line.
+
+    Raises:
+        OSError: it can't be read, is longer than anybody writes by hand, or is no regular file: a pipe would be waited
+            for without end, and a device read without one.
+        ValueError: it is no UTF-8.
+    """
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+    if found.st_size > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"it has {found.st_size} bytes, the limit is {MAX_FILE_BYTES}", str(file))
+    return file.read_text(encoding="utf-8")
+
+
 def read_token(file: Path) -> str:
     """The operator's token of a server's token.json, or the token that is all a file holds.
 
@@ -186,11 +209,11 @@ def read_token(file: Path) -> str:
         TokenFileError: the file can't be read, or holds none.
     """
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        text = read_small_file(file).strip()
         token = json.loads(text)["operator"] if text.startswith("{") else text
     except OSError as error:
         raise TokenFileError(f"the token file {file} can't be read ({error.strerror}); a server writes it") from error
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         token = None
     if not isinstance(token, str) or not is_token(token):
         raise TokenFileError(f"{file} holds no operator's token; name the token.json of the server's run folder")
@@ -372,6 +395,7 @@ def read_status(answer: Mapping[str, Any]) -> Status:
         running=answer["running"],
         server_id=answer["server_id"],
         last_seq=answer["last_seq"],
+        connections=answer["connections"],
     )
 
 
@@ -398,7 +422,7 @@ def read_answer(status: int, content: bytes) -> Any:
     """
     try:
         answer = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SwarmProtocolError(
             f"the answer (HTTP {status}) is not JSON: {content[:80]!r}; is this the address of a swarm?"
         ) from error

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
+from pydantic import Field
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from swarm_engine.config import EngineConfig, Merge
 from swarm_engine.errors import (
+    BadRequestError,
+    CrowdedError,
     InternalError,
     InvalidError,
     JournalError,
+    MethodNotAllowedError,
     NotFoundError,
     SwarmEngineError,
     WrongHostError,
+    shortened,
+    shown,
 )
 from swarm_engine.server.auth import HostCheck, Role, Tokens
+from swarm_engine.server.bodies import MAX_CONTROL_BYTES, Receive, parse_json, read_body
+from swarm_engine.server.connection import EXTENSION, Connection
+from swarm_engine.server.crowd import Crowd
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import ClaimRequest, LiveEpisode, Script
 from swarm_engine.server.inference import (
     PREFIX,
     InferenceApp,
-    Receive,
     Scope,
     Send,
     error_shape,
@@ -37,16 +47,18 @@ from swarm_engine.server.inference import (
     wait_until_gone,
 )
 from swarm_engine.server.journal import Event
-from swarm_engine.server.models import Abort, Claim, End, ExportRequest
+from swarm_engine.server.models import MAX_INTEGER, Abort, Claim, End, ExportRequest
 from swarm_engine.types import ClaimReason
 from swarm_engine.version import installed_version
 
 log = logging.getLogger(__name__)
 
 CONTROL = "/swarm/v1"
+STATUS = f"{CONTROL}/status"
 KEEP_ALIVE_S = 15.0
 """A comment goes over a quiet event stream this often, so that both ends notice a dead line."""
 RETRY_AFTER_S = 0.1
+EventNumber = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
@@ -64,10 +76,11 @@ def answer(error: SwarmEngineError) -> JSONResponse:
 class FrontApp:
     """ASGI application of the front."""
 
-    def __init__(self, engine: Engine, tokens: Tokens, hosts: HostCheck) -> None:
+    def __init__(self, engine: Engine, tokens: Tokens, hosts: HostCheck, crowd: Crowd) -> None:
         self._hosts = hosts
+        self._crowd = crowd
         self._inference = InferenceApp(engine)
-        self._control: Asgi = build_control(engine, tokens)
+        self._control: Asgi = build_control(engine, tokens, crowd)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the Host header, then pass on."""
@@ -75,7 +88,10 @@ class FrontApp:
         host = next((value for name, value in scope["headers"] if name == b"host"), b"")
         try:
             self._hosts.check(host.decode("latin-1"))
-        except WrongHostError as error:
+            if scope["extensions"][EXTENSION]["connection"].is_spare and scope["path"] != STATUS:
+                self._crowd.num_refused += 1
+                raise CrowdedError(self._crowd.limit)
+        except (WrongHostError, CrowdedError) as error:
             is_inference = scope["path"].startswith(PREFIX) or stray_route(scope)
             shape = error_shape(scope) if is_inference else body_of
             await send_json(send, error.status, shape(error))
@@ -88,7 +104,7 @@ class FrontApp:
             await self._control(scope, receive, send)
 
 
-def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
+def build_control(engine: Engine, tokens: Tokens, crowd: Crowd) -> FastAPI:
     """The control routes of an engine."""
     app = FastAPI(
         title="Swarm engine",
@@ -111,55 +127,60 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        # A body that is no JSON is located by its byte, which says nothing without the byte's meaning.
-        fields = [] if first["type"] == "json_invalid" else first["loc"][1:]
-        where = ".".join(map(str, fields)) or "the body"
+        where = ".".join(shortened(str(name)) for name in first["loc"][1:]) or "the body"
         return answer(InvalidError(f"{where}: {first['msg']}", "see /openapi.json for what this route takes"))
 
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> JSONResponse:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
+        if error.status_code == MethodNotAllowedError.status:
+            # A path may have several routes, and the router names the methods of the first one only.
+            routes = [*app.routes, *(route for router in (observer, sampler, operator) for route in router.routes)]
+            found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+            allowed = {method for route in found for method in getattr(route, "methods", None) or ()}
+            refused = MethodNotAllowedError(request.method, request.url.path, allowed)
+            return JSONResponse(body_of(refused), refused.status, headers={"allow": refused.allow})
         body = {
-            "code": code,
+            "code": "not_found" if error.status_code == NotFoundError.status else "http",
             "message": f"{request.method} {request.url.path}: {error.detail}",
             "hint": "/openapi.json",
         }
         return JSONResponse({"error": body}, status_code=error.status_code)
 
-    def needs(role: Role) -> Any:
-        async def check(request: Request) -> Role:
-            return tokens.check(request.headers.get("authorization"), role)
+    observer, sampler, operator = (
+        APIRouter(prefix=CONTROL, route_class=route_for(role, tokens))
+        for role in (Role.OBSERVER, Role.SAMPLER, Role.OPERATOR)
+    )
 
-        return Depends(check)
+    def told(request: Request) -> JSONResponse:
+        """The status."""
+        connection: Connection = request.scope["extensions"][EXTENSION]["connection"]
+        return JSONResponse({**engine.status(), "connections": crowd.as_status(len(connection.connections))})
 
-    observer, sampler, operator = needs(Role.OBSERVER), needs(Role.SAMPLER), needs(Role.OPERATOR)
-
-    @app.post(f"{CONTROL}/engine/start", dependencies=[operator])
-    async def start(config: EngineConfig | None = None) -> JSONResponse:
+    @operator.post("/engine/start")
+    async def start(request: Request, config: EngineConfig | None = None) -> JSONResponse:
         """Start the engine; without a config it goes on with the run folder's last one."""
         engine.start(config)
-        return JSONResponse(engine.status())
+        return told(request)
 
-    @app.post(f"{CONTROL}/engine/stop", dependencies=[operator])
-    async def stop() -> JSONResponse:
+    @operator.post("/engine/stop")
+    async def stop(request: Request) -> JSONResponse:
         """Save a checkpoint and stop; answers when the engine is OFFLINE."""
         await engine.stop("stopped by an operator")
-        return JSONResponse(engine.status())
+        return told(request)
 
-    @app.get(f"{CONTROL}/status", dependencies=[observer])
-    async def status() -> JSONResponse:
+    @observer.get("/status")
+    async def status(request: Request) -> JSONResponse:
         """What the engine does now."""
-        return JSONResponse(engine.status())
+        return told(request)
 
-    @app.get(f"{CONTROL}/events", dependencies=[observer])
+    @observer.get("/events")
     async def events(
-        request: Request, after: Annotated[int, Query(ge=0)] = 0, follow: bool = True
+        last_event_id: Annotated[EventNumber | None, Header()] = None,
+        after: Annotated[EventNumber, Query()] = 0,
+        follow: bool = True,
     ) -> StreamingResponse:
         """The numbered events, as server-sent events; `follow=false` ends at the newest one."""
-        last = request.headers.get("last-event-id")
-        if last is not None and not last.isdecimal():
-            raise InvalidError(f"Last-Event-ID is {last!r}", "it must be the number of an event")
-        start = int(last) if last is not None else after
+        start = after if last_event_id is None else last_event_id
         found = await engine.journal.events_after(start)  # where it is damaged, the answer says so
         return StreamingResponse(
             event_stream(engine, start, follow, found),
@@ -167,7 +188,7 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
             headers={"cache-control": "no-cache"},
         )
 
-    @app.post(f"{CONTROL}/episodes", dependencies=[sampler])
+    @sampler.post("/episodes")
     async def claim(request: Request, body: Claim) -> JSONResponse:
         """Claim an episode; waits up to `wait_s` for one."""
         wanted = ClaimRequest(
@@ -199,7 +220,7 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
             }
         )
 
-    @app.post(CONTROL + "/episodes/{episode_id}/end", dependencies=[sampler])
+    @sampler.post("/episodes/{episode_id}/end")
     async def end(episode_id: str, body: End) -> JSONResponse:
         """End an episode; answers when it is on disk. The same end again is the same episode."""
         step_rewards = {step.call_id: step.reward for step in body.step_rewards}
@@ -208,55 +229,101 @@ def build_control(engine: Engine, tokens: Tokens) -> FastAPI:
         rewards = await engine.roster.end(episode_id, body.reward, body.outcome, body.metrics, step_rewards)
         return JSONResponse({"episode_id": episode_id, "rewards": rewards, "outcome": body.outcome})
 
-    @app.post(CONTROL + "/episodes/{episode_id}/abort", dependencies=[sampler])
+    @sampler.post("/episodes/{episode_id}/abort")
     async def abort(episode_id: str, body: Abort | None = None) -> JSONResponse:
         """Give an episode up; its place goes to another claim."""
         engine.roster.abort(episode_id, body.reason if body else "")
         return JSONResponse({"episode_id": episode_id})
 
-    @app.post(CONTROL + "/episodes/{episode_id}/heartbeat", dependencies=[sampler])
+    @sampler.post("/episodes/{episode_id}/heartbeat")
     async def heartbeat(episode_id: str) -> JSONResponse:
         """Renew a lease without a call."""
         return JSONResponse({"episode_id": episode_id, "lease_s": engine.roster.heartbeat(episode_id).lease_s})
 
-    @app.get(CONTROL + "/episodes/{episode_id}", dependencies=[observer])
+    @observer.get("/episodes/{episode_id}")
     async def describe(episode_id: str) -> JSONResponse:
         """An episode, running or ended."""
         return JSONResponse(await engine.roster.describe(episode_id))
 
-    @app.get(CONTROL + "/episodes/{episode_id}/timelines", dependencies=[observer])
+    @observer.get("/episodes/{episode_id}/timelines")
     async def timelines(episode_id: str, merge: str = Merge.NONE) -> JSONResponse:
         """An episode's contexts, token by token: as recorded, folded with `merge=token` or `merge=text` (there with the
         number of tokens that are trained out of the context that sampled them), or with `merge=tree` each with the
         number of its first tokens that an earlier one has too, which are computed once.
         """
         if merge not in tuple(Merge):
-            raise InvalidError(f"merge is {merge!r}", f"it must be one of {', '.join(Merge)}")
+            raise InvalidError(f"merge is {shown(merge)}", f"it must be one of {', '.join(Merge)}")
         return JSONResponse({"timelines": await engine.timelines(episode_id, Merge(merge))})
 
-    @app.get(f"{CONTROL}/tasks", dependencies=[observer])
+    @observer.get("/tasks")
     async def tasks() -> JSONResponse:
         """How many train episodes of each task are completed: trained, or waiting for their batch."""
         return JSONResponse({"completed": await engine.completed_by_task()})
 
-    @app.get(f"{CONTROL}/checkpoints", dependencies=[observer])
+    @observer.get("/checkpoints")
     async def checkpoints() -> JSONResponse:
         """Checkpoints on disk, oldest first, with the rewards that their weights earned; null where none is known."""
         return JSONResponse({"checkpoints": await engine.checkpoints()})
 
-    @app.post(f"{CONTROL}/checkpoints", dependencies=[operator])
+    @operator.post("/checkpoints")
     async def checkpoint() -> JSONResponse:
         """Write a checkpoint now."""
         saved = await engine.checkpoint()
         return JSONResponse({"step": saved.step, "path": saved.path})
 
-    @app.post(f"{CONTROL}/export", dependencies=[operator])
+    @operator.post("/export")
     async def export(body: ExportRequest) -> JSONResponse:
         """Write a policy in the Hugging Face layout: as it is now, or the checkpoint of a step, or the best one."""
         saved = await engine.export(body)
         return JSONResponse({"step": saved.step, "path": saved.path})
 
+    for router in (observer, sampler, operator):
+        app.include_router(router)
     return app
+
+
+class _Body(Request):
+    """A request whose body was read and parsed already."""
+
+    def __init__(self, request: Request, body: bytes) -> None:
+        super().__init__(request.scope, request.receive)
+        self._body = body
+        self._value = parse_json(body) if body else None
+
+    async def body(self) -> bytes:
+        """The body."""
+        return self._body
+
+    async def json(self) -> Any:
+        """What it says."""
+        return self._value
+
+
+def route_for(role: Role, tokens: Tokens) -> type[APIRoute]:
+    """Routes that a role is needed for. Not a byte of a body is read before; FastAPI's own dependencies come after it.
+
+    A body that can't be read is a value that makes no sense, as its fields are.
+    """
+
+    class Guarded(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            respond = super().get_route_handler()
+
+            async def handle(request: Request) -> Response:
+                tokens.check(request.headers.get("authorization"), role)
+                if self.body_field is None:
+                    return await respond(request)
+                body = await read_body(request.receive, request.scope["headers"], MAX_CONTROL_BYTES)
+                if body is None:
+                    raise NotFoundError("the caller is gone")
+                try:
+                    return await respond(_Body(request, body))
+                except BadRequestError as error:
+                    raise InvalidError(error.message, error.hint) from error
+
+            return handle
+
+    return Guarded
 
 
 def as_script(reply: str | list[int]) -> Script:

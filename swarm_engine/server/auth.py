@@ -136,7 +136,7 @@ class HostCheck:
                 f"this server does not answer for host {name!r}",
                 "use the address it printed, or start it with --allow-host NAME",
             )
-        if len(self._known) < 1000:
+        if len(self._known) < 1000 and len(header) < 300:
             self._known.add(header)
 
 

@@ -22,11 +22,11 @@ from swarm_engine.errors import (
     MethodNotAllowedError,
     NotFoundError,
     SwarmEngineError,
-    TooLargeError,
     UnauthorizedError,
     shown,
 )
 from swarm_engine.server.auth import bearer
+from swarm_engine.server.bodies import MAX_BODY_BYTES, Receive, parse_json, read_body
 from swarm_engine.server.connection import EXTENSION, Connection
 from swarm_engine.server.dialects import DIALECTS, messages, models
 from swarm_engine.server.dialects.protocol import Request
@@ -40,11 +40,9 @@ from swarm_engine.types import DEFAULT_AGENT
 
 Read = TypeVar("Read")
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PREFIX = "/e/"
-MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_INLINE_BYTES = 32 * 1024
 """A longer body is read on another thread; with a slow tokenizer one of this length takes 50 ms."""
 MAX_AGENT_CHARS = 200
@@ -119,7 +117,7 @@ class InferenceApp:
             method, route = scope["method"], target.route
             if route in DIALECTS or route == COUNT:
                 check_method(method, "POST", route)
-                body = await read_body(receive)
+                body = await read_body(receive, scope["headers"], MAX_BODY_BYTES)
                 if body is None:
                     return
                 # The episode may have ended while the body came in.
@@ -141,6 +139,8 @@ class InferenceApp:
                 raise NotFoundError(
                     f"there is no route {route!r} under an episode's base_url", f"there are {', '.join(ROUTES)}"
                 )
+        except MethodNotAllowedError as error:
+            await send_json(send, error.status, error_body(error), [(b"allow", error.allow.encode())])
         except SwarmEngineError as error:
             await send_json(send, error.status, error_body(error))
         except Exception:
@@ -345,7 +345,7 @@ def check_method(method: str, known: str, route: str) -> None:
         MethodNotAllowedError: it hasn't.
     """
     if method != known:
-        raise MethodNotAllowedError(f"{method} is not a method of {route}", f"use {known}")
+        raise MethodNotAllowedError(method, route, [known])
 
 
 def read_json(body: bytes) -> Mapping[str, Any]:
@@ -354,12 +354,7 @@ def read_json(body: bytes) -> Mapping[str, Any]:
     Raises:
         BadRequestError: it is none.
     """
-    try:
-        raw = load_json(body)
-    except ValueError as error:
-        raise BadRequestError(f"the body is not valid JSON ({error})") from error
-    except RecursionError as error:
-        raise BadRequestError("the body is nested too deeply", "send flat messages") from error
+    raw = parse_json(body, load_json)
     if not isinstance(raw, dict):
         raise BadRequestError("the body must be a JSON object")
     return raw
@@ -402,26 +397,6 @@ def choose_agent(from_path: str | None, model: str) -> str:
 def call_header(ask: RunningAsk) -> list[tuple[bytes, bytes]]:
     """Names the call of each choice, in order, so that a step reward can."""
     return [(b"x-call-id", ",".join(call.draft.call_id for call in ask.calls).encode())]
-
-
-async def read_body(receive: Receive) -> bytes | None:
-    """The request's body; None where the caller went away.
-
-    Raises:
-        TooLargeError: it is longer than the limit.
-    """
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
-            raise TooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes", "shorten the messages")
-        if not message.get("more_body"):
-            return b"".join(parts)
 
 
 async def wait_until_gone(receive: Receive) -> None:

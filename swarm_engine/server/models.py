@@ -20,6 +20,12 @@ from swarm_engine.errors import shown
 from swarm_engine.types import Mode, Outcome
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+MAX_NAMES = 1000
+"""Agents, policies, tags or metrics of one episode; each is on record with it for ever."""
+MAX_CALLS = 10_000
+"""Calls of one episode that a body may speak of."""
+MAX_INTEGER = 2**63 - 1
+"""What the journal's columns hold."""
 MAX_REWARD = 1e9
 """Baselines and deviations square rewards; far larger ones would overflow there, after they are on record."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(lambda value: value + 0.0)]
@@ -29,6 +35,12 @@ Reward = Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 def _in_plain_words(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     """The rewards of an `end`; of a union pydantic would tell why each of its kinds was not met."""
+    if isinstance(value, dict) and len(value) > MAX_NAMES:
+        raise PydanticCustomError(
+            "rewards",
+            "it names {count} agents, an episode may have {limit}",
+            {"count": len(value), "limit": MAX_NAMES},
+        )
     try:
         return check(value)
     except ValidationError as error:
@@ -41,7 +53,7 @@ def _in_plain_words(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 Rewards = Annotated[Reward | dict[Name, Reward | None] | None, WrapValidator(_in_plain_words)]
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_WAIT_S = 60.0
 
 
@@ -56,19 +68,23 @@ class Claim(Body):
     task_id: Name
     mode: Mode = Mode.TRAIN
     group_id: Name | None = None
-    policies: list[Name] = Field(default_factory=list)
+    policies: list[Name] = Field(default_factory=list, max_length=MAX_NAMES)
     """Policies the client is going to use; empty takes what is served."""
-    agents: list[Name] = Field(default_factory=list)
+    agents: list[Name] = Field(default_factory=list, max_length=MAX_NAMES)
     """Agents that will speak; empty lets any name speak."""
     lease_s: Annotated[float, Field(gt=0, le=86400)] | None = None
     """None takes the server's."""
     wait_s: float = Field(20.0, ge=0, le=MAX_WAIT_S)
     """How long to wait for an episode before the answer is a reason."""
     code_version: Name | None = None
-    script: list[str | Annotated[list[TokenId], Field(min_length=1)]] | None = None
+    script: Annotated[list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(max_length=MAX_CALLS)] | None = (
+        None
+    )
     """Replies for the scripted backend to play call by call, in order of arrival, whatever asks for them: as text, in
     which the template's markers are control tokens, or as token ids."""
-    tags: dict[Name, Annotated[str, StringConstraints(max_length=500)]] = Field(default_factory=dict)
+    tags: dict[Name, Annotated[str, StringConstraints(max_length=500)]] = Field(
+        default_factory=dict, max_length=MAX_NAMES
+    )
     """Kept with the episode; an evaluation says here what it measures."""
 
 
@@ -84,9 +100,9 @@ class End(Body):
 
     reward: Rewards
     """A bare number goes to every agent; null where it can't be judged."""
-    step_rewards: list[StepReward] = Field(default_factory=list)
+    step_rewards: list[StepReward] = Field(default_factory=list, max_length=MAX_CALLS)
     outcome: Outcome
-    metrics: dict[Name, Number] = Field(default_factory=dict)
+    metrics: dict[Name, Number] = Field(default_factory=dict, max_length=MAX_NAMES)
 
 
 class Abort(Body):
@@ -100,7 +116,7 @@ class ExportRequest(Body):
 
     policy: Name
     name: Name
-    step: Annotated[int, Field(ge=0)] | None = None
+    step: Annotated[int, Field(ge=0, le=MAX_INTEGER)] | None = None
     """Of the checkpoint to write."""
     best: bool = False
     """Write the best checkpoint."""

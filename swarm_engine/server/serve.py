@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,9 +23,11 @@ from swarm_engine.errors import RunDirError
 from swarm_engine.server.app import FrontApp
 from swarm_engine.server.auth import HostCheck, Tokens
 from swarm_engine.server.connection import Connection
+from swarm_engine.server.crowd import Crowd, connection_limit, raise_file_limit
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.worker_link import WORKER_COMMAND
 from swarm_engine.signals import ending_signals, leave_dead_terminal
+from swarm_engine.types import well_formed
 
 BACKLOG = 2048
 GRACE_S = 3.0
@@ -146,6 +149,9 @@ async def listening(options: ServeOptions) -> AsyncIterator[Front]:
         JournalError: the folder's journal can't be opened.
     """
     run_dir = options.run_dir.resolve()
+    if well_formed(str(run_dir)) != str(run_dir):
+        # Its name stands in answers, events and the files beside it.
+        raise RunDirError(f"the run folder's name {str(run_dir)!r} is not valid UTF-8", "choose another")
     lock = RunDirLock(run_dir)
     server_file = run_dir / "server.json"
     try:
@@ -156,11 +162,12 @@ async def listening(options: ServeOptions) -> AsyncIterator[Front]:
         await engine.open()
         host, port = listener.getsockname()[:2]
         engine.base_url = f"http://{_reachable(options.host, host)}:{port}"
-        app = FrontApp(engine, tokens, HostCheck(options.host, options.allowed_hosts))
+        crowd = Crowd(connection_limit())
+        app = FrontApp(engine, tokens, HostCheck(options.host, options.allowed_hosts), crowd)
         server = _Server(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=partial(Connection, crowd=crowd),  # type: ignore[arg-type]  # whatever makes a protocol
                 ws="none",
                 lifespan="off",
                 log_level="warning",
@@ -284,6 +291,7 @@ def run(options: ServeOptions, on_listening: Callable[[dict[str, Any]], None]) -
     Raises:
         RunDirError, JournalError: as `serve`.
     """
+    raise_file_limit()
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if sys.platform != "win32":
         import uvloop

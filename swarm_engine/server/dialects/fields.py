@@ -102,17 +102,6 @@ def text(raw: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
-def unicode_text(value: str, name: str) -> str:
-    """A text that can be encoded."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BadRequestError(
-            f"{name} holds a lone surrogate at character {error.start}", "send valid Unicode text", param=name
-        ) from error
-    return value
-
-
 def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, where: str = "") -> bool:
     """True or false; `where` is the place of `raw` in the body, where it is not the body itself."""
     value = raw.get(name)
@@ -183,7 +172,7 @@ def script(raw: Mapping[str, Any]) -> Script | None:
     value = raw.get("script")
     if value is None:
         return None
-    return unicode_text(value, "script") if isinstance(value, str) else token_ids(value, "script")
+    return value if isinstance(value, str) else token_ids(value, "script")
 
 
 def stream_options(raw: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
