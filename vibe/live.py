@@ -203,8 +203,8 @@ class LiveSwarm:
                 await asyncio.gather(*(self._run([task], how, count, Mode.TRAIN, None) for task, count in rest))
             await self._catch_up()
         raise GameError(
-            f"update {step} still lacks episodes after {MAX_ROUNDS} rounds of play: its games end without a reward; "
-            "look for env_error among the run's drops"
+            f"update {step} still lacks episodes after {MAX_ROUNDS} rounds of play: its games end without a reward, or "
+            "without a word of the policy's; look for env_error and no_calls among the run's drops"
         )
 
     async def _run(

@@ -40,7 +40,8 @@ MAX_LIVE_EPISODES = 4096
 EMPTY_GROUP_GRACE_S = 5.0
 """A group without a single completed episode that nobody works on is given up after this, where others wait."""
 BARREN_BATCHES = 3
-"""As many train episodes as this many batches hold may end without a reward in a row; then the engine fails."""
+"""As many train episodes as this many batches hold may end without a reward or a call in a row; then the engine
+fails."""
 CLIENT_MEMORY_S = 60.0
 """A client counts as active for this long after its last claim or running episode."""
 SILENT_AGENT = "silent_agent"
@@ -113,7 +114,7 @@ class Roster:
         Args:
             gate: decides whether a claim can be served now.
             on_change: called when a place was taken, filled or freed.
-            on_barren: called with the reason when episode after episode ends without a reward.
+            on_barren: called with the reason when episode after episode ends without a reward or a call.
         """
         self._journal = journal
         self._keys = keys
@@ -121,7 +122,7 @@ class Roster:
         self._on_change = on_change
         self._on_barren = on_barren
         self._num_unjudged = 0
-        """Train episodes in a row that ended without a reward."""
+        """Train episodes in a row that ended without a reward or a call."""
         self._num_abandoned = 0
         """Judged train episodes that were dropped with their groups since the last batch."""
         self._loaded: Loaded | None = None
@@ -477,7 +478,7 @@ class Roster:
         assert self._loaded is not None
         episode.close_calls()
         recorded = episode.record(ending)
-        drop = _drop_reason(ending.rewards, ending.outcome)
+        drop = _drop_reason(recorded.episode)
         request = ending.as_text()
         is_pooled = episode.mode is Mode.TRAIN and drop is None
         writes: list[Write] = [_row(episode, recorded, request, is_pooled), _ended_event(episode, recorded)]
@@ -510,23 +511,23 @@ class Roster:
         elif episode.mode is Mode.TRAIN:
             self._num_unjudged = 0
             self._completed[episode.episode_id] = ended
-            if spoke := episode.speakers:
-                judged = {agent for agent, reward in ended.rewards.items() if reward is not None}
-                if silent := judged.difference(spoke):
-                    self.drops[SILENT_AGENT] += len(silent)
+            judged = {agent for agent, reward in ended.rewards.items() if reward is not None}
+            if silent := judged.difference(episode.speakers):
+                self.drops[SILENT_AGENT] += len(silent)
             loaded.pool.complete(episode.episode_id, ended.rewards)
         self._on_change()
         if episode.mode is Mode.TRAIN and drop is not None:
             self._note_unjudged(loaded, drop)
 
     def _note_unjudged(self, loaded: Loaded, drop: str) -> None:
-        """Without this, a reward function that is broken for every episode looks like a run that is merely slow."""
+        """Without this, a reward function that is broken for every episode, or an agent that asks another model, looks
+        like a run that is merely slow."""
         self._num_unjudged += 1
         trainer = loaded.config.trainer
         if self._num_unjudged >= BARREN_BATCHES * trainer.group_size * trainer.tasks_per_update:
             self._on_barren(
-                f"the last {self._num_unjudged} train episodes ended without a reward, the last one as {drop}; "
-                "see their events, mend the environment or the judge, and start again"
+                f"the last {self._num_unjudged} train episodes ended without a reward or without a call, the last one "
+                f"as {drop}; see their events, mend the environment, the judge or the agent, and start again"
             )
 
     def abort(self, episode_id: str, reason: str) -> None:
@@ -650,11 +651,14 @@ def _without(agents: Sequence[str], rewards: Mapping[str, float | None]) -> tupl
     return tuple(agent for agent in agents if agent not in rewards)
 
 
-def _drop_reason(rewards: Mapping[str, float | None], outcome: Outcome) -> str | None:
-    """Why an ended episode is not trained; None where it is."""
-    if outcome is Outcome.ENV_ERROR:
+def _drop_reason(ended: Episode) -> str | None:
+    """Why an ended episode takes no place in a batch; None where it does."""
+    if ended.outcome is Outcome.ENV_ERROR:
         return "env_error"
-    return None if is_judged(rewards) else "null_reward"
+    if not is_judged(ended.rewards):
+        return "null_reward"
+    # Nothing of it can be trained, and its reward would move the baseline of those that played.
+    return "no_calls" if ended.mode is Mode.TRAIN and not ended.calls else None
 
 
 def _check_same_end(episode_id: str, before: str, now: str) -> None:

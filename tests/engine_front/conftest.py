@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from swarm_engine.client import SwarmClient
+from swarm_engine.client import SwarmClient, SyncEpisode
 from swarm_engine.server.serve import Front, ServeOptions, listening
 
 HERE = Path(__file__).parent
@@ -131,6 +131,12 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """Starts fronts with fake workers; all have ended after the test."""
     with contextlib.ExitStack() as cleanup:
         yield lambda name="run", **knobs: cleanup.enter_context(serve_thread(tmp_path / name, **knobs))
+
+
+def spoken(episode: SyncEpisode, policy: str | None = None) -> SyncEpisode:
+    """An episode after one call, without which it takes no place in a batch."""
+    episode.chat([{"role": "user", "content": "hi"}], policy=policy, max_tokens=1)
+    return episode
 
 
 SMALL = {"seed": 7, "trainer": {"group_size": 2, "tasks_per_update": 2}, "sampler": {"max_tokens": 16}}

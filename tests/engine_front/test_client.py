@@ -121,6 +121,7 @@ def test_a_train_run_whose_groups_are_not_the_servers_is_refused_before_it_claim
         assert (await client.status()).pool.targets == {"episodes": 4, "tasks": 2, "group_size": 2}
 
         async def win(episode: Episode, _: Task) -> None:
+            await episode.chat(HI, max_tokens=1)
             await episode.end(reward=1.0)
 
         with pytest.raises(GroupSizeError, match=r"is 3.*groups of 2.*pass group_size=2.*trainer.group_size 3"):

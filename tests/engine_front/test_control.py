@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from conftest import SMALL, Served, fake_worker
+from conftest import SMALL, Served, fake_worker, spoken
 
 from swarm_engine.client import (
     ClaimTimeoutError,
@@ -219,7 +219,7 @@ def test_ends_that_arrive_together_are_one_episode(engine: Served) -> None:
 
 
 def test_an_end_whose_caller_goes_away_meanwhile_still_counts(tmp_path: Path) -> None:
-    async def play() -> tuple[int, int]:
+    async def play() -> tuple[int, list[str]]:
         engine = Engine(tmp_path / "run", fake_worker(tmp_path / "run"))
         await engine.open()
         engine.start(EngineConfig.model_validate(SMALL))
@@ -230,11 +230,11 @@ def test_an_end_whose_caller_goes_away_meanwhile_still_counts(tmp_path: Path) ->
         end.cancel()
         assert claimed.ended is not None
         await claimed.ended
-        found = engine.roster.num_running, engine.status()["pool"]["episodes"]
+        found = engine.roster.num_running, [event.kind for event in (await engine.journal.events_after(0))[-2:]]
         await engine.close("the test is over")
         return found
 
-    assert asyncio.run(play()) == (0, 1)
+    assert asyncio.run(play()) == (0, ["episode", "drop"])
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b'"high"', b"[1]", b"1e10", b"-1e200"])
@@ -296,8 +296,8 @@ def test_an_agent_that_got_no_turn_may_have_a_reward_and_is_counted(serving: Cal
         client.start(SMALL, wait=True)
         for task in ("a", "a", "b", "b"):
             with client.episode(task) as episode:
-                if task == "a":
-                    episode.chat(HI, agent="white", max_tokens=1)
+                for agent in ("white",) if task == "a" else ("white", "black", "grey"):
+                    episode.chat(HI, agent=agent, max_tokens=1)
                 episode.end(reward={"white": 1.0, "black": 0.0, "grey": None})
         (step,) = wait_for_steps(client, 1)
     assert step["drops"] == {"silent_agent": 2}
@@ -390,6 +390,17 @@ def test_leaving_a_block_with_an_exception_or_without_an_end_aborts(engine: Serv
         }
     assert drops[failed.episode_id] == "aborted: ZeroDivisionError: by me"
     assert drops[forgotten.episode_id] == "aborted: left without an end"
+
+
+def test_an_exception_that_quotes_what_is_no_text_aborts_all_the_same(engine: Served) -> None:
+    """A file's name may be of any bytes, and stands in the words of an OSError."""
+    with engine.client() as client:
+        with pytest.raises(OSError, match="notes"), client.episode("oops", mode=EVAL) as failed:
+            raise OSError("notes\udcff are gone")
+        reasons = [one.payload["reason"] for one in client.events(follow=False) if one.kind == "drop"]
+        assert reasons[-1] == "aborted: OSError: notes\ufffd are gone"
+        assert client.status().clients[client.client_id] == 0
+        assert failed.is_given_up
 
 
 def test_a_policy_that_is_not_served_can_not_be_claimed(engine: Served) -> None:
@@ -500,11 +511,11 @@ def test_a_group_that_nobody_works_on_is_given_up_while_others_wait(serving: Cal
     with served.client() as client:
         client.start({**SMALL, "lease_s": 1.0}, wait=True)
         done = client.episode("left behind")
-        done.end(reward=1.0)
+        spoken(done).end(reward=1.0)
         for _ in range(2):
-            client.episode("b").end(reward=1.0)
+            spoken(client.episode("b")).end(reward=1.0)
         with client.episode("c", wait_s=20) as episode:
-            episode.end(reward=0.0)
+            spoken(episode).end(reward=0.0)
         drops = [one.payload for one in client.events(follow=False) if one.kind == "drop"]
         assert drops == [{"episode_id": done.episode_id, "group_id": "left behind#0", "reason": "group_abandoned"}]
 
@@ -528,7 +539,7 @@ def test_no_more_groups_are_given_up_than_others_wait_for(serving: Callable[...,
     with served.client() as client:
         client.start({**SMALL, "lease_s": 1.0}, wait=True)
         for task in ("a", "b"):
-            client.episode(task).end(reward=1.0)
+            spoken(client.episode(task)).end(reward=1.0)
         with client.episode("c", wait_s=20) as episode:
             drops = [one.payload["group_id"] for one in client.events(follow=False) if one.kind == "drop"]
             assert drops == ["a#0"]
@@ -541,7 +552,7 @@ def test_groups_that_are_never_filled_stop_the_run_with_a_reason(serving: Callab
     with served.client() as client:
         client.start({**SMALL, "lease_s": 0.2}, wait=True)
         for number in range(13):
-            client.episode(f"t{number}", wait_s=20).end(reward=1.0)
+            spoken(client.episode(f"t{number}", wait_s=20)).end(reward=1.0)
         with pytest.raises(SwarmUnavailableError, match="nobody filled their groups; play every task 2 times"):
             client.episode("t13", wait_s=20)
         drops = Counter(one.payload["reason"] for one in client.events(follow=False) if one.kind == "drop")
@@ -566,6 +577,8 @@ def test_a_silent_client_loses_its_episode_and_calls_keep_it(serving: Callable[.
         assert "lease_expired" in late.json()["error"]["message"]
         again = ask(served, "POST", "/episodes", claim_body(mode="train")).json()
         assert (again["group_id"], again["index"]) == (raw["group_id"], raw["index"])
+        key = {"x-api-key": again["api_key"]}
+        httpx.post(f"{again['base_url']}/chat/completions", headers=key, json={"messages": HI}).raise_for_status()
         assert (
             ask(
                 served, "POST", f"/episodes/{again['episode_id']}/end", {"reward": 0.0, "outcome": "success"}
@@ -617,7 +630,7 @@ def test_null_rewards_and_broken_environments_are_counted_and_their_places_playe
         client.episode("a").end(reward=None)
         client.episode("a").end(reward=1.0, outcome=Outcome.ENV_ERROR)
         for task in ("a", "a", "b", "b"):
-            client.episode(task).end(reward=1.0, outcome=Outcome.TRUNCATED)
+            spoken(client.episode(task)).end(reward=1.0, outcome=Outcome.TRUNCATED)
         (step,) = wait_for_steps(client, 1)
         assert step["drops"] == {"null_reward": 1, "env_error": 1}
         events = list(client.events(follow=False))
@@ -626,6 +639,37 @@ def test_null_rewards_and_broken_environments_are_counted_and_their_places_playe
         assert [claims[one]["index"] for one in batch["episode_ids"]] == [0, 1, 0, 1]
         ended = {one.payload["episode_id"]: one.payload for one in events if one.kind == "episode"}
         assert all(ended[one]["outcome"] == "truncated" for one in batch["episode_ids"])
+
+
+def say_nothing(episode: SyncEpisode, _: Task) -> None:
+    episode.end(reward=1.0)
+
+
+def test_an_episode_that_asked_nothing_frees_its_place_and_its_group_completes(serving: Callable[..., Served]) -> None:
+    """Nothing of it can be trained, and an agent that asks another model is found out before it has run for long."""
+    with serving().client() as client:
+        client.start(SMALL, wait=True)
+        silent = client.episode("a")
+        assert silent.end(reward=1.0).rewards == {"main": 1.0}
+        assert client.status().pool.episodes == 0
+        assert silent.end(reward=1.0).rewards == {"main": 1.0}, "the same end is the same episode"
+        with client.episode("a", mode=EVAL) as measured:
+            measured.end(reward=1.0)
+        for task in ("a", "a", "b", "b"):
+            with client.episode(task) as episode:
+                assert episode.group_id == f"{task}#0"
+                spoken(episode).end(reward=1.0)
+        (step,) = wait_for_steps(client, 1)
+        assert step["drops"]["no_calls"] == 1
+        drops = [one.payload for one in client.events(follow=False) if one.kind == "drop"]
+        assert drops == [{"episode_id": silent.episode_id, "group_id": "a#0", "reason": "no_calls"}]
+        assert client.completed() == {"a": 2, "b": 2}
+
+        for _ in range(3):
+            played = client.run([Task("c"), Task("d")], say_nothing, group_size=2, concurrency=2)
+            assert len(played) == 4, "no task is played for ever"
+        with pytest.raises(SwarmUnavailableError, match=r"last 12 .* without a call, the last one as no_calls"):
+            client.run([Task("c"), Task("d")], say_nothing, group_size=2, concurrency=2)
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
@@ -646,7 +690,7 @@ def wait_for_steps(client: SwarmClient, count: int) -> list[dict[str, Any]]:
 
 
 def win(episode: SyncEpisode, _: Task) -> None:
-    episode.end(reward=1.0)
+    spoken(episode).end(reward=1.0)
 
 
 def test_status_answers_at_once_during_an_update(serving: Callable[..., Served]) -> None:

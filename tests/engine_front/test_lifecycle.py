@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from conftest import SMALL, Process, Served, fake_worker, log_of, serve_process, serve_thread
+from conftest import SMALL, Process, Served, fake_worker, log_of, serve_process, serve_thread, spoken
 from fake_worker import as_metric, digest
 
 from swarm_engine.client import (
@@ -154,7 +154,7 @@ def test_the_status_counts_kept_episodes_while_nothing_is_started(tmp_path: Path
         play(client, "a", "b", "c")
         wait_for_step(client, 1)
         with client.episode("d") as half:
-            half.end(reward=0.0)
+            spoken(half).end(reward=0.0)
         rolling = client.status().pool
         assert (rolling.episodes, rolling.tasks, rolling.targets["episodes"]) == (3, 1, 4)
         assert client.stop().pool == rolling
@@ -344,7 +344,7 @@ def test_a_member_that_never_ends_wedges_its_group_neither_before_nor_after_a_re
     with serve_thread(run_dir) as first, first.client() as client:
         client.start(four, wait=True)
         for reward in (0.0, 1.0, 2.0):
-            client.episode("a").end(reward=reward)
+            spoken(client.episode("a")).end(reward=reward)
         stuck = client._control("POST", "/episodes", {"client_id": "c", "task_id": "a"})
     with serve_thread(run_dir) as second, second.client() as client:
         status = client.start(wait=True)
@@ -354,7 +354,7 @@ def test_a_member_that_never_ends_wedges_its_group_neither_before_nor_after_a_re
         client._control("POST", "/episodes", {"client_id": "c", "task_id": "a"})  # stuck again
         with client.episode("a", wait_s=10) as rest:
             assert (rest.group_id, rest.index) == ("a#0", 3)
-            rest.end(reward=3.0)
+            spoken(rest).end(reward=3.0)
         wait_for_step(client, 1)
     check_journal(run_dir)
 
@@ -523,7 +523,7 @@ def test_a_full_disk_fails_the_engine_and_a_start_after_making_room_goes_on(tmp_
         limit_pages(served, 2)
         unwritten = client.episode("b")
         with pytest.raises(SwarmRequestError, match=r"is full.*make room") as caught:
-            unwritten.end(reward=1.0, metrics={f"metric {number}": 1.0 for number in range(2000)})
+            unwritten.end(reward=1.0, metrics={f"metric {number}": 1.0 for number in range(1000)})
         assert (caught.value.status, caught.value.code) == (507, "journal_full")
         wait_for_state(client, EngineState.FAILED)
         assert "is full" in (client.status().reason or "")
@@ -546,7 +546,7 @@ def test_another_programs_lock_delays_ends_and_claims_and_the_engine_stays(
     with serve_thread(run_dir) as served, served.client() as client:
         client.start(CONFIG, wait=True)
         play(client, "a")
-        waits, asks_again = client.episode("b"), client.episode("b")
+        waits, asks_again = (spoken(client.episode("b")) for _ in range(2))
         other = sqlite3.connect(run_dir / "journal.db", isolation_level=None)
         other.execute("BEGIN EXCLUSIVE")
         ending = threading.Thread(target=lambda: waits.end(reward=1.0))
@@ -585,15 +585,17 @@ def test_a_judge_that_never_judges_stops_the_run_with_a_reason(serving: Callable
     """B087."""
     with serving().client() as client:
         client.start(CONFIG, wait=True)
-        client.episode("a").end(reward=1.0)
+        spoken(client.episode("a")).end(reward=1.0)
         for _ in range(11):
             client.episode("b").end(reward=None)
-        client.episode("b").end(reward=1.0)
+        spoken(client.episode("b")).end(reward=1.0)
         for _ in range(12):
             client.episode("b").end(reward=None)
         status = client.status()
         assert status.state is EngineState.FAILED
-        assert "last 12 train episodes ended without a reward, the last one as null_reward" in (status.reason or "")
+        assert "last 12 train episodes ended without a reward or without a call, the last one as null_reward" in (
+            status.reason or ""
+        )
         assert client.start(wait=True).pool.episodes == 2
         assert client.stop().reason is None, "an old failure is no reason to be OFFLINE"
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import Process, serve_process, serve_thread
+from conftest import Process, serve_process, serve_thread, spoken
 from safetensors.torch import load_file, save_file
 from test_lifecycle import wait_for_state, wait_for_step
 from tiny_model import build_tiny_model
@@ -249,7 +249,7 @@ def test_a_start_from_other_weights_than_the_run_began_with_is_refused_until_the
         move(models / "tiny")
         client.start(wait=True)  # nothing was made from the weights of before
         for reward in (0.0, 1.0):
-            client.episode("t").end(reward=reward)
+            spoken(client.episode("t"), "policy").end(reward=reward)
         wait_for_step(client, 1)
         (worker,) = (one for one in psutil.Process().children() if "swarm_engine.worker" in one.cmdline())
         worker.kill()
@@ -384,8 +384,8 @@ def test_a_checkpoint_that_is_required_fails_the_engine(disk: SmallDisk) -> None
         client.start({**CONFIG, "trainer": {**TRAINER, "checkpoint_required": True}}, wait=True)
         train(client, 1.0)
         disk.leave(3 * MEGABYTE)
-        client.episode("t").end(reward=1.0)
-        client.episode("t").end(reward=0.0)
+        spoken(client.episode("t")).end(reward=1.0)
+        spoken(client.episode("t")).end(reward=0.0)
         wait_for_state(client, EngineState.FAILED)
         assert "checkpoint of step 2 could not be written" in (client.status().reason or "")
         disk.make_room()
