@@ -329,8 +329,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--db", metavar="URL", help="the database; A3R_HOME's by default")
     args = parser.parse_args(argv)
     try:
+        if not args.token_file.is_file():  # a pipe would be waited for without end
+            raise ValueError("it is no regular file")
         token = json.loads(args.token_file.read_text(encoding="utf-8"))["observer"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         print(
             f"error: {args.token_file} holds no observer token ({error}); it is in the server's folder", file=sys.stderr
         )

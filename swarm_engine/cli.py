@@ -62,7 +62,7 @@ def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_j
     if url is None:
         try:
             url = json.loads((folder / "server.json").read_text(encoding="utf-8"))["url"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             give_up(f"no server runs in {folder}; start one with `swarm serve --run-dir {folder}`", FAILED, as_json)
     try:
         return SwarmClient(str(url), read_token(token_file or folder / "token.json"))
@@ -91,10 +91,14 @@ def read_config(file: Path | None, as_json: bool) -> Any:
     """An engine config from a JSON file."""
     if file is None:
         return None
+    from swarm_engine.client.wire import read_small_file
+
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        give_up(f"the config {file} can't be read ({error})", USAGE, as_json)
+        return json.loads(read_small_file(file))
+    except OSError as error:
+        give_up(f"the config {file} can't be read: {error.strerror}; name a JSON file", USAGE, as_json)
+    except (ValueError, RecursionError) as error:
+        give_up(f"the config {file} is no JSON ({error}); see docs/engine.md for what it holds", USAGE, as_json)
 
 
 @app.callback()
@@ -300,6 +304,12 @@ def watch(
 
 def main() -> None:
     """The command `swarm`."""
+    for word in (*sys.argv[1:], os.environ.get("A3R_HOME", "")):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            print(f"swarm: {word!r:.80} is not valid UTF-8; write it in UTF-8", file=sys.stderr)
+            sys.exit(USAGE)
     app()
 
 

@@ -183,5 +183,5 @@ def _value(text: str) -> Any:
     """A setting as typed on a command line."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # a number of 5,000 digits is no JSONDecodeError
         return text

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from conftest import SMALL, Served, serve_thread
+from conftest import SMALL, Served, serve_thread, spoken
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -95,6 +95,45 @@ def test_a_file_that_is_no_token_file_is_a_message_and_no_traceback(tmp_path: Pa
     assert "holds no operator's token; name the token.json of the server's run folder" in said
 
 
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large"])
+def test_a_config_or_token_file_that_can_not_be_one_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "given"
+    match kind:
+        case "fifo":
+            os.mkfifo(file)
+        case "device":
+            file = Path("/dev/zero")
+        case "folder":
+            file.mkdir()
+        case _:
+            file.write_text(" " * (1024 * 1024 + 1))
+    said = "it has 1048577 bytes, the limit is 1048576" if kind == "large" else "it is no regular file"
+    for words, code in (
+        (["serve", "--start", "--config"], 2),
+        (["start", "--url", "http://127.0.0.1:9", "--config"], 2),
+        (["status", "--url", "http://127.0.0.1:9", "--token-file"], 1),
+    ):
+        found = RUN.invoke(app, [*words, str(file), "--run-dir", str(tmp_path / "run")])
+        assert (found.exit_code, said in found.stderr) == (code, True), found.stderr
+
+
+def test_a_config_that_is_nested_too_deeply_is_a_message_and_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 100_000)
+    found = RUN.invoke(app, ["serve", "--start", "--config", str(file), "--run-dir", str(tmp_path / "run")])
+    assert found.exit_code == 2
+    assert "is no JSON" in found.stderr
+
+
+def test_words_that_are_no_text_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    """A file's name may be of any bytes; in an answer or an event it could not stand."""
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    command = [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", folder]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, "is not valid UTF-8" in found.stderr) == (2, True)
+    assert not os.path.exists(folder)
+
+
 def test_a_config_that_nothing_would_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     command = ["serve", "--run-dir", str(tmp_path / "run"), "--config", str(tmp_path / "config.json"), "--json"]
@@ -110,7 +149,7 @@ def test_an_unknown_episode_is_a_message_and_no_traceback(engine: Served) -> Non
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "can't be read"), ('{"seeds": 1}', "seeds: Extra inputs are not permitted")],
+    [("{", "is no JSON (Expecting property name"), ('{"seeds": 1}', "seeds: Extra inputs are not permitted")],
 )
 def test_a_config_with_a_mistake_ends_serve_before_anything_runs(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "config.json"
@@ -140,7 +179,7 @@ def train_once(served: Served) -> None:
     with served.client() as client:
         client.start(SMALL, wait=True)
         for _ in range(4):
-            client.episode("t").end(reward=1.0)
+            spoken(client.episode("t")).end(reward=1.0)
 
 
 def test_watch_shows_a_table_in_a_terminal_until_the_server_goes_away(tmp_path: Path) -> None:
@@ -218,7 +257,7 @@ def test_a_config_that_no_machine_bears_is_refused_in_words(tmp_path: Path, conf
 def test_serve_with_another_config_in_a_used_folder_is_a_message_and_no_traceback(tmp_path: Path) -> None:
     with serve_thread(tmp_path / "run") as served, served.client() as client:
         client.start(SMALL, wait=True)
-        client.episode("t").end(reward=1.0)
+        spoken(client.episode("t")).end(reward=1.0)
     file = tmp_path / "other.json"
     file.write_text(json.dumps({**SMALL, "seed": 8}))
     words = ["serve", "--start", "--config", str(file), "--run-dir", str(tmp_path / "run")]
