@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import Served, serve_thread
 from episodes import call, episode
+from forked import forked_worker
 from test_lifecycle import wait_until
 
 from swarm_engine.client import Status, SwarmClient, SyncEpisode, Task
@@ -25,7 +26,6 @@ from swarm_engine.models import resolve
 from swarm_engine.models.decoder import attend_causally
 from swarm_engine.models.loading import load_policy
 from swarm_engine.server.teacher import Patience, Teacher
-from swarm_engine.server.worker_link import WORKER_COMMAND
 from swarm_engine.types import EngineState
 
 
@@ -138,7 +138,7 @@ def weights_of(run_dir: Path) -> bytes:
 
 @contextlib.contextmanager
 def serving(run_dir: Path) -> Iterator[tuple[Served, SwarmClient]]:
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         yield served, client
 
 

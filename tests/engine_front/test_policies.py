@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 from conftest import Served, serve_process, serve_thread
+from forked import forked_worker
 from rich.console import Console
 from tiny_model import build_tiny_model
 from typer.testing import CliRunner
@@ -26,7 +27,6 @@ from swarm_engine.cli import app
 from swarm_engine.client import SwarmClient, SwarmRequestError, SyncEpisode, Task
 from swarm_engine.config import EngineConfig, PolicyConfig
 from swarm_engine.server.inference import choose_policy
-from swarm_engine.server.worker_link import WORKER_COMMAND
 from swarm_engine.types import Mode
 from swarm_engine.watch import status_lines, step_lines, step_table
 
@@ -49,7 +49,7 @@ NAMES = "tiny, twin, nano"
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     run_dir = tmp_path_factory.mktemp("several") / "run"
     build_tiny_model(run_dir / "models" / "tiny", max_position_embeddings=64)
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served:
+    with serve_thread(run_dir, worker=forked_worker()) as served:
         with served.client() as client:
             client.start(CONFIG, wait=True)
         yield served
@@ -200,7 +200,7 @@ def test_scripts_are_played_in_the_words_of_each_policy(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     build_tiny_model(run_dir / "models" / "tiny")
     config = {**CONFIG, "sampler": {"backend": "scripted"}}
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         client.start(config, wait=True)
         said = "I take cell 5."
         with client.episode("e", mode=Mode.EVAL, script=[said, said]) as episode:
@@ -261,7 +261,7 @@ def play(client: SwarmClient, *, frozen: float = 5.0) -> None:
 def test_an_update_trains_each_policy_and_says_so_of_each(tmp_path: Path, merge: str) -> None:
     run_dir = tmp_path / "run"
     build_tiny_model(run_dir / "models" / "tiny")
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         client.start({**CONFIG, "trainer": {**CONFIG["trainer"], "merge": merge}}, wait=True)
         for _ in range(2):
             play(client)
@@ -332,7 +332,7 @@ def test_the_example_of_two_policies_trains_one_of_them_in_at_most_sixty_lines(t
     example = Path(__file__).parents[2] / "examples" / "two_policies.py"
     assert len(example.read_text().splitlines()) <= 60
     run_dir = tmp_path / "run"
-    with serve_thread(run_dir, worker=WORKER_COMMAND):
+    with serve_thread(run_dir, worker=forked_worker()):
         command = [sys.executable, str(example), str(run_dir), "2"]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert shown.returncode == 0, shown.stderr

@@ -16,6 +16,7 @@ import openai
 import pytest
 from chat_template import TOOLS_AND_THINKING
 from conftest import Served, serve_thread
+from forked import forked_worker
 from tiny_model import build_tiny_model, build_tokenizer
 
 from swarm_engine.client import ContextLengthError, SwarmClient, SyncEpisode, Task
@@ -131,7 +132,7 @@ def test_a_forced_call_and_a_form_beside_tools_are_what_a_random_model_writes(tm
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text(TOOLS_AND_THINKING)
     form: Any = {"type": "json_schema", "json_schema": {"name": "move", "schema": MOVE}}
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         client.start({**CONFIG, "policies": {"policy": {"model": "tiny"}}}, wait=True)
         with client.episode("t", mode=Mode.EVAL) as episode:
             api = openai.OpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0)
@@ -218,7 +219,7 @@ def test_the_journal_alone_gives_the_weights_bit_for_bit(real: Served, tmp_path:
         copy.execute("DELETE FROM events WHERE kind = 'step'")
     copy.close()
     source.close()
-    with serve_thread(again, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(again, worker=forked_worker()) as served, served.client() as client:
         assert client.start(wait=True).step == 3
         client.checkpoint()
         replayed = [event.payload["metrics"] for event in client.events(follow=False) if event.kind == "step"]
@@ -244,7 +245,7 @@ def test_an_engine_that_merges_by_text_trains_dropped_thoughts_in_one_row_and_re
         "trainer": {"group_size": 2, "tasks_per_update": 1, "checkpoint_every": 2, "merge": "text"},
     }
     replies = ["<think>\nhm\n</think>\n\nok<|im_end|>", "<think>\nso\n</think>\n\nyes<|im_end|>"]
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         client.start(config, wait=True)
         for reward in (0.0, 1.0):
             with client.episode("t", script=replies) as episode:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from conftest import Process, serve_process, serve_thread, spoken
+from forked import forked_worker
 from safetensors.torch import load_file, save_file
 from test_lifecycle import wait_for_state, wait_for_step
 from tiny_model import build_tiny_model
@@ -95,7 +96,7 @@ def test_the_best_is_the_highest_of_equals_the_earliest_and_never_one_without_a_
 
 def test_the_best_checkpoint_outlives_newer_ones_and_exports_choose_between_them(tmp_path: Path) -> None:
     run_dir = prepared(tmp_path / "run")
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         client.start({**CONFIG, "trainer": {**TRAINER, "best_by": "reward"}}, wait=True)
         assert listed(client) == []
         train(client, 5.0)
@@ -182,7 +183,7 @@ def assert_loads(folder: Path) -> None:
 
 def test_a_damaged_checkpoint_is_trained_again_from_the_one_before_to_the_same_bits(tmp_path: Path) -> None:
     run_dir = prepared(tmp_path / "run")
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         client.start({**CONFIG, "trainer": {**TRAINER, "keep_last": 2}}, wait=True)
         train(client, 1.0, 2.0, 3.0)
         client.stop()
@@ -243,7 +244,7 @@ def test_a_start_from_other_weights_than_the_run_began_with_is_refused_until_the
         "branch": {"model": "base", "lora": {"rank": 2}},
         "old": {"model": "adapter", "trainable": False},
     }
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         client.start({**CONFIG, "policies": policies, "trainer": {**TRAINER, "checkpoint_every": 99}}, wait=True)
         client.stop()
         move(models / "tiny")
@@ -275,7 +276,7 @@ def test_a_start_from_other_weights_than_the_run_began_with_is_refused_until_the
 
 def test_a_run_folder_that_does_not_know_its_start_weights_learns_them_at_the_next_start(tmp_path: Path) -> None:
     run_dir = prepared(tmp_path / "run")
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         client.start(CONFIG, wait=True)
         train(client, 1.0)
         client.stop()
@@ -284,7 +285,7 @@ def test_a_run_folder_that_does_not_know_its_start_weights_learns_them_at_the_ne
         known = json.loads(text)
         assert known["policy"].pop("start_weights")
         database.execute("UPDATE meta SET value = ? WHERE key = 'policies'", (json.dumps(known),))
-    with serve_thread(run_dir, worker=WORKER_COMMAND) as served, served.client() as client:
+    with serve_thread(run_dir, worker=forked_worker()) as served, served.client() as client:
         assert client.start(wait=True).step == 1
         client.stop()
         move(run_dir / "models" / "tiny")

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from conftest import Served, serve_process, serve_thread
 from episodes import own_logprobs
+from forked import forked
 from held_worker import Gate
 from test_kills import saved_from_journal, trained_from_journal
 from test_lifecycle import read_journal, wait_for_state, wait_until
@@ -43,7 +44,7 @@ def held(folder: Path, **changes: Any) -> Iterator[tuple[Served, SwarmClient, Ga
     """A server that has started, whose updates wait at a gate."""
     build_tiny_model(folder / "run" / "models" / "tiny", max_position_embeddings=4096)
     gate = Gate(folder / "gate")
-    with serve_thread(folder / "run", worker=gate.command) as served, served.client() as client:
+    with serve_thread(folder / "run", worker=forked(*gate.command)) as served, served.client() as client:
         client.start(CONFIG | changes, wait=True)
         yield served, client, gate
 
@@ -298,7 +299,7 @@ def test_a_server_that_goes_down_waits_for_no_update_for_long(tmp_path: Path, mo
         wait_for_update(client, 1)
         started = time.monotonic()
     assert time.monotonic() - started < 8
-    with serve_thread(tmp_path / "run", worker=gate.command) as again, again.client() as client:
+    with serve_thread(tmp_path / "run", worker=forked(*gate.command)) as again, again.client() as client:
         client.start()
         gate.open()
         wait_for_step(client, 1)

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 from episodes import update
+from forked import forked, forked_worker
 from held_worker import Gate
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
@@ -60,7 +61,7 @@ def ask(front: WorkerProcess, name: str) -> set[int]:
 def test_replies_are_sampled_while_an_update_is_held_and_saves_wait_for_it(
     tiny_dir: Path, tmp_path: Path, gate: Gate
 ) -> None:
-    with WorkerProcess(tmp_path, command=gate.command) as front:
+    with WorkerProcess(tmp_path, command=forked(*gate.command)) as front:
         start(front, tiny_dir, tmp_path)
         front.send(update(1), Save(), update(2), Export("policy", str(tmp_path / "two")))
         assert ask(front, "a") == {0}
@@ -136,7 +137,7 @@ def test_no_update_begins_before_the_sampler_has_the_weights_of_the_one_before(t
 
 def test_a_reply_that_runs_goes_on_under_the_new_weights(tmp_path: Path, gate: Gate) -> None:
     never_ends = build_tiny_model(tmp_path / "models" / "never_ends", eos_token_id=10_000, max_position_embeddings=4096)
-    with WorkerProcess(tmp_path, command=gate.command) as front:
+    with WorkerProcess(tmp_path, command=forked(*gate.command)) as front:
         start(front, never_ends, tmp_path)
         front.send(Generate("a", "policy", (5, 6, 7), SamplingParams(4000, seed=1)), update(1))
         assert front.receive(Sampled).policy_version == 0
@@ -151,13 +152,13 @@ def test_a_reply_that_runs_goes_on_under_the_new_weights(tmp_path: Path, gate: G
 
 
 def test_an_update_that_fails_ends_the_worker_with_its_reason(tiny_dir: Path, tmp_path: Path, gate: Gate) -> None:
-    with WorkerProcess(tmp_path, command=gate.command) as front:
+    with WorkerProcess(tmp_path, command=forked(*gate.command)) as front:
         start(front, tiny_dir, tmp_path)
         front.send(update(1))
         gate.open("the moon is full")
         assert front.receive(Failed).reason == "RuntimeError: the moon is full"
         assert front.process.wait(30) == 1
-    with WorkerProcess(tmp_path) as front:
+    with WorkerProcess(tmp_path, command=forked_worker()) as front:
         start(front, tiny_dir, tmp_path)
         front.send(update(2))
         assert "batch 2 was given to weights of step 0" in front.receive(Failed).reason
@@ -166,7 +167,7 @@ def test_an_update_that_fails_ends_the_worker_with_its_reason(tiny_dir: Path, tm
 
 @pytest.mark.parametrize("end", ["stop", "front gone"])
 def test_no_update_keeps_a_worker_alive(tiny_dir: Path, tmp_path: Path, gate: Gate, end: str) -> None:
-    with WorkerProcess(tmp_path, command=gate.command) as front:
+    with WorkerProcess(tmp_path, command=forked(*gate.command)) as front:
         start(front, tiny_dir, tmp_path)
         front.send(update(1))
         assert ask(front, "a") == {0}

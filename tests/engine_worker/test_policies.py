@@ -14,6 +14,7 @@ import pytest
 import torch
 from adapters import adapted
 from episodes import call, conversations, episode
+from forked import forked_worker
 from safetensors.torch import load_file
 from worker_process import WorkerProcess
 
@@ -327,7 +328,7 @@ def test_policies_and_adapters_repeat_themselves_bit_for_bit_after_a_kill(tiny_d
     for step, batch in batches.items():
         batches[step] = [replace(one, episode_id=f"{step}-{place}") for place, one in enumerate(batch)]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    with WorkerProcess(tmp_path) as front:
+    with WorkerProcess(tmp_path, command=forked_worker()) as front:
         front.boot(tiny_dir.parent, straight, "", policies=policies)
         for step, batch in batches.items():
             front.send(update(step, batch))
@@ -352,7 +353,7 @@ def test_policies_and_adapters_repeat_themselves_bit_for_bit_after_a_kill(tiny_d
         front.receive(Saved)
         front.send(update(3, batches[3]))
         front.kill()
-    with WorkerProcess(tmp_path) as front:
+    with WorkerProcess(tmp_path, command=forked_worker()) as front:
         booted = front.boot(tiny_dir.parent, broken, "", policies=policies)
         assert (booted.step, {one.name: one.version for one in booted.policies}) == (
             2,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from episodes import call, episode, update
+from forked import forked_worker
 from pydantic import ValidationError
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
@@ -97,7 +98,7 @@ def test_a_conversation_with_the_worker(tiny_dir: Path, tmp_path: Path) -> None:
 
 def test_the_same_batches_give_the_same_weights_even_after_a_kill(tiny_dir: Path, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    with WorkerProcess(tmp_path) as front:
+    with WorkerProcess(tmp_path, command=forked_worker()) as front:
         front.boot(tiny_dir.parent, straight, "tiny")
         for step in (1, 2, 3, 4):
             front.send(update(step))
@@ -114,7 +115,7 @@ def test_the_same_batches_give_the_same_weights_even_after_a_kill(tiny_dir: Path
                 front.receive(Saved)
         front.send(update(4))
         front.kill()
-    with WorkerProcess(tmp_path) as front:
+    with WorkerProcess(tmp_path, command=forked_worker()) as front:
         booted = front.boot(tiny_dir.parent, broken, "tiny")
         assert (booted.step, booted.policies[0].version) == (2, 2)
         front.send(update(3), update(4), Save())
@@ -124,7 +125,7 @@ def test_the_same_batches_give_the_same_weights_even_after_a_kill(tiny_dir: Path
 
 def test_a_reply_goes_on_across_an_update_and_says_which_weights_sampled_each_token(tmp_path: Path) -> None:
     never_ends = build_tiny_model(tmp_path / "models" / "never_ends", eos_token_id=10_000)
-    with WorkerProcess(tmp_path) as front:
+    with WorkerProcess(tmp_path, command=forked_worker()) as front:
         front.boot(never_ends.parent, tmp_path / "checkpoints", never_ends.name)
         front.send(Generate("a", "policy", (5, 6, 7), SamplingParams(300, seed=1, temperature=0.9)))
         front.receive(Sampled)
@@ -217,7 +218,7 @@ def sample(
 
 
 def test_a_worker_that_cannot_boot_says_why_and_ends(tiny_dir: Path, tmp_path: Path) -> None:
-    with WorkerProcess(tmp_path) as front:
+    with WorkerProcess(tmp_path, command=forked_worker()) as front:
         front.send(Boot({"policies": {"policy": {"model": "nowhere"}}}, str(tiny_dir.parent), str(tmp_path)))
         assert "no model 'nowhere'" in front.receive(Failed).reason
         assert front.process.wait(30) == 1
