@@ -127,7 +127,6 @@ def _go(study: str, database: Database, home: Home, executor: LocalExecutor, tol
         executor=executor,
         catalogue=builtin_catalogue(),
         workshop=VibeWorkshop(),
-        python=sys.executable,
         tell=told.tell,
     )
     if store.study(database, study).status in ENDED:

@@ -56,6 +56,7 @@ def drive(study_id: str, deps: Deps, ask: Ask) -> StudyStatus:
         )
     if row.status in ENDED:
         return row.status
+    refuse_elsewhere(study_id, deps)
     with lease(paths.lock, study_id), saver(paths.checkpoints) as checkpointer, _no_job_unwatched(study_id, deps):
         graph = build_graph(deps, checkpointer)
         config: RunnableConfig = {
@@ -78,6 +79,23 @@ def drive(study_id: str, deps: Deps, ask: Ask) -> StudyStatus:
     if status not in ENDED:
         raise A3RError(f"the graph of study {study_id} ended, but the study is {status}; run `a3r resume {study_id}`")
     return status
+
+
+def refuse_elsewhere(study_id: str, deps: Deps) -> None:
+    """See that the files of a study that has begun are in the home that is open, before anything is written there.
+
+    Raises:
+        UsageError: they are not.
+    """
+    paths = deps.home.study(study_id)
+    for run in store.runs(deps.database, study_id):
+        lies = deps.home.place(run.run_dir)
+        if lies.resolve() != paths.run(run.arm, run.seed).resolve() or not paths.checkpoints.exists():
+            raise UsageError(
+                f"study {study_id} was begun in another home than {deps.home.root}, which has no {paths.checkpoints} "
+                f"to go on from (run {run.experiment_id} is in {lies}); name its home with --home, or copy all of it "
+                "there"
+            )
 
 
 @contextlib.contextmanager

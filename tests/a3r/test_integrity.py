@@ -149,7 +149,7 @@ def test_what_a_job_warns_of_is_shown_while_it_runs(plan, tmp_path, is_terminal)
 def test_time_left_is_the_work_left_over_the_places(plan):
     def view(seed: int, state: RowState | None, seconds: float) -> store.RunView:
         status = ExperimentStatus.DONE if seconds else ExperimentStatus.RUNNING
-        return store.RunView("e", "k", "a", seed, 0, status, None, Path(), "b", "j", f"k{seed}", state, 1, seconds)
+        return store.RunView("e", "k", "a", seed, 0, status, None, "", "b", "j", f"k{seed}", state, 1, seconds)
 
     every = [view(1, RowState.SUCCEEDED, 100.0), view(2, RowState.RUNNING, 0.0)]
     running = {"k2": JobStatus("k2", JobState.RUNNING, "", Path(), started_at=time.time() - 50)}
