@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,28 @@ def test_imports_point_down_only(package: str) -> None:
         and not any(str(path.relative_to(ROOT)) == where and is_under(module, allowed) for where, allowed in EXCEPTIONS)
     ]
     assert wrong == []
+
+
+def test_no_process_of_ours_imports_from_the_current_folder() -> None:
+    """Who starts an interpreter with `-m` says `-P` before it."""
+    wrong = []
+    for package in (*MAY_IMPORT, "scripts", "benchmarks", "examples"):
+        for path in sources(package):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                words = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+                for before, word in pairwise([None, *words]):
+                    is_module = isinstance(word, ast.Constant) and word.value == "-m"
+                    is_safe = isinstance(before, ast.Constant) and before.value == "-P"
+                    if is_module and not is_safe and path != ROOT / "swarm_engine" / "child.py":
+                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert wrong == []
+
+
+def test_what_starts_a_child_imports_only_what_every_interpreter_has_loaded() -> None:
+    tree = ast.parse((ROOT / "swarm_engine" / "child.py").read_text(encoding="utf-8"))
+    names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    assert names == {"os", "sys"}
+    assert {node.module for node in tree.body if isinstance(node, ast.ImportFrom)} == {"__future__"}
 
 
 def test_only_trainer_and_sampler_import_torch() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -179,7 +180,7 @@ def _run(folder: Path, spec: dict[str, Any], asked: list[int]) -> dict[str, Any]
                 stdout=out,
                 stderr=errors,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=functools.partial(_die_with, os.getpid()),
             )
         except OSError as error:
             return {"cause": Cause.NOT_STARTED, "detail": str(error), "exit_code": None, "signal": None}
@@ -245,8 +246,11 @@ def _adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
+    """Run in the child before it becomes the job; this process has one thread, so nothing is held over the fork."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # which ended before the kernel was asked
+        os._exit(1)
 
 
 if __name__ == "__main__":
