@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.server
 import json
 import multiprocessing
 import os
@@ -17,14 +18,17 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import threading
 import time
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import fake_lab
+import langsmith.utils as langsmith_env
 import pytest
 from fake_lab import Lab
+from langchain_core.tracers.langchain import wait_for_all_tracers
 from sqlmodel import col, delete, func, select
 
 from a3r import executor, store
@@ -300,6 +304,50 @@ def test_a_turned_down_plan_runs_nothing(lab_in):
     with lab.deps.database.read() as session:
         assert session.exec(select(Job)).all() == []
     assert lab.go(study) is StudyStatus.ABANDONED, "an ended study stays ended"
+
+
+class Listener(http.server.BaseHTTPRequestHandler):
+    """Takes what tracing sends."""
+
+    def do_GET(self) -> None:
+        self.server.heard.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_tracing_variables_of_other_tools_send_nothing_of_a_study(lab_in, monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listener) as server:
+        server.heard = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for name in ("LANGSMITH_TRACING", "LANGSMITH_TRACING_V2", "LANGCHAIN_TRACING_V2", "LANGCHAIN_TRACING"):
+            monkeypatch.setenv(name, "true")
+        for name in ("LANGSMITH_ENDPOINT", "LANGCHAIN_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+            monkeypatch.setenv(name, url)
+        for name in ("LANGSMITH_API_KEY", "LANGCHAIN_API_KEY"):
+            monkeypatch.setenv(name, "lsv2_a_key")
+        langsmith_env.get_env_var.cache_clear()
+        lab = lab_in()
+        environments = []
+        build = lab.deps.workshop.build
+        lab.deps.workshop.build = lambda *words: environments.append(dict(os.environ)) or build(*words)
+        try:
+            assert lab.go(lab.begin(EXAMPLE)) is StudyStatus.DONE
+        finally:
+            wait_for_all_tracers()
+            langsmith_env.get_env_var.cache_clear()
+            server.shutdown()
+    assert server.heard == []
+    assert not [name for name in environments[0] if name.startswith(("LANGSMITH_", "LANGCHAIN_"))], "nor do its jobs"
+    assert os.environ["LANGSMITH_TRACING"] == "true"
 
 
 def test_a_plan_that_was_changed_between_showing_and_locking_is_refused(lab_in):
