@@ -219,6 +219,9 @@ class VllmProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+        finally:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
 
 
 class LocalLink:
