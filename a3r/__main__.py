@@ -2,7 +2,11 @@
 
 import sys
 
-from a3r.cli import main
+from swarm_engine.child import forget_current_folder
+
+forget_current_folder(__file__)
+
+from a3r.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

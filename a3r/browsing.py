@@ -26,8 +26,9 @@ from experiments_db.text import plain
 
 def show_runs(home: Path | None, db: str | None, *, template: str | None, limit: int, as_json: bool) -> None:
     """Every run, newest study first."""
+    root = home_folder(home)
     with _up_to_date(home, db) as database, database.read() as session:
-        found = queries.list_runs(session, template=template, limit=limit)
+        found = queries.list_runs(session, template=template, limit=limit, home=root)
         if as_json:
             _emit("result", runs=found)
         elif template and not found and (others := queries.num_runs_by_template(session)):
@@ -43,7 +44,7 @@ def show_one(what: str, home: Path | None, db: str | None, *, plot: Path | None,
     with _up_to_date(home, db) as database, database.read() as session:
         if study := _study_of(database, what):
             row = store.study(database, study)
-            found = queries.list_runs(session, study_id=study)
+            found = queries.list_runs(session, study_id=study, home=root)
             ids = [run.id for run in found]
             if as_json:
                 _plot(session, ids, "heldout", plot, as_json=True)
@@ -59,7 +60,7 @@ def show_one(what: str, home: Path | None, db: str | None, *, plot: Path | None,
             _plot(session, ids, "heldout", plot, as_json=False)
         else:
             ids = [queries.find_run(session, what)]
-            detail = queries.show_run(session, ids[0])
+            detail = queries.show_run(session, ids[0], root)
             _show(session, browse.run_view(detail), detail, ids, "heldout", plot, as_json=as_json)
 
 

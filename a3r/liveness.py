@@ -29,11 +29,11 @@ GONE = "its process ended without a word: it was killed, or could not write any 
 def note_the_dead(database: Database, home: Home) -> None:
     """Bring the rows of what nobody works on any more up to what is so. Where they can't be written they stay."""
     with contextlib.suppress(UnavailableError, StaleWriterError):
-        _runs_of_vibe(database)
+        _runs_of_vibe(database, home)
         _studies(database, home)
 
 
-def _runs_of_vibe(database: Database) -> None:
+def _runs_of_vibe(database: Database, home: Home) -> None:
     with database.read() as session:
         # Only runs of `vibe` have a job without a place in an executor's queue.
         rows = session.exec(
@@ -43,7 +43,7 @@ def _runs_of_vibe(database: Database) -> None:
         ).all()
     for job, experiment in rows:
         if experiment.run_dir is None or not _is_let_go(
-            database, Path(experiment.run_dir) / COMMAND_LOCK_FILE, job.host
+            database, home.place(experiment.run_dir) / COMMAND_LOCK_FILE, job.host
         ):
             continue
         with database.write() as session:
@@ -71,7 +71,7 @@ def _studies(database: Database, home: Home) -> None:
             assert run.job_key
             status = statuses.get(run.job_key)
             if status is not None and status.state.is_final:
-                state, cause = judged(executor, run, status)
+                state, cause = judged(executor, home, run, status)
                 store.observe(database, run.job_id, store.take_over(database, run.job_id), status, cause, state)
         store.set_status(database, study.id, StudyStatus.PAUSED, f"{GONE}; go on with: a3r resume {study.id}")
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments_db import home
+
 
 @dataclass(frozen=True, slots=True)
 class Home:
@@ -26,6 +28,14 @@ class Home:
     def jobs(self) -> Path:
         """The local executor's folder."""
         return self.root / "jobs"
+
+    def stored(self, path: Path) -> str:
+        """A place as rows name it."""
+        return home.stored(path, self.root)
+
+    def place(self, stored: str) -> Path:
+        """Where a place that a row names lies now."""
+        return home.place(stored, self.root)
 
     def study(self, study_id: str) -> StudyPaths:
         """The files of one study."""

@@ -5,12 +5,14 @@ Jobs say where they are on their standard output, as JSON lines; `Tails` reads w
 
 from __future__ import annotations
 
+import heapq
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -21,14 +23,17 @@ from rich.text import Text
 
 from a3r.executor import JobState, JobStatus
 from a3r.prereg.check import Checked
-from a3r.prereg.plan import Plan, StageKind
+from a3r.prereg.plan import Arm, Plan, StageKind
 from a3r.prereg.tree import Leaf
 from a3r.report.facts import duration
 from a3r.report.slots import amount
-from a3r.store import RunView
+from a3r.store import RunView, batch_of
+from experiments_db.models import ExperimentStatus
 from experiments_db.models import JobState as RowState
 from experiments_db.text import plain
 
+LEAST_SHARE = 0.05
+"""Of a run's work; what is done before says little of its pace."""
 EVERY_S = 15.0
 """Between two lines about jobs where nothing can be redrawn."""
 STAGES: Mapping[StageKind, str] = {
@@ -48,15 +53,12 @@ class Place:
     """Of the last update's training episodes."""
     held_out: float | None = None
     """Of the last evaluation at temperature 1."""
+    evaluations: int = 0
+    """That it has ended since the last update."""
     text: str = ""
     """The last thing it said in words."""
     warnings: tuple[str, ...] = ()
     """What its last update warned of, by kind."""
-
-    @property
-    def share(self) -> float:
-        """How far it is, 0 to 1."""
-        return self.step / self.updates if self.updates else 0.0
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Take in an event."""
@@ -65,8 +67,11 @@ class Place:
                 self.step, self.updates = int(event["step"]), int(event.get("updates", self.updates))
                 self.reward = event.get("metrics", {}).get("reward_mean")
                 self.warnings = tuple(str(one["kind"]).replace("_", " ") for one in event.get("health", ()))
-            case "evaluation" if event.get("temperature") == 1:
-                self.held_out = event.get("mean")
+                self.evaluations = 0
+            case "evaluation":
+                self.evaluations += 1
+                if event.get("temperature") == 1:
+                    self.held_out = event.get("mean")
             case "phase":
                 self.text = str(event.get("text", ""))
             case _:
@@ -115,23 +120,63 @@ def time_left(
 ) -> float | None:
     """Seconds until the runs that are planned now have ended; None before anything is known. Pure but for the clock.
 
-    Seeds that the tree may add later are not counted.
+    A run of another arm may take another time, and a stage begins when the one before has ended. Seeds that the tree
+    may add later are not counted.
     """
-    seeds = len(plan.seeds) + (len(plan.extra_seeds) if stage == 2 else 0)
-    total = len(plan.arms) * seeds
-    ended = [run for run in every if run.is_settled and run.seconds > 0]
     now = time.time()
-    running = [
-        (now - status.started_at, places[key].share)
-        for key, status in statuses.items()
-        if status.state is JobState.RUNNING and status.started_at and key in places
-    ]
-    lengths = [run.seconds for run in ended] or [spent / share for spent, share in running if share > 0.05]
-    if not lengths:
+    totals: dict[str, list[float]] = {arm.key: [] for arm in plan.arms}
+    """Seconds of a whole run, by arm: of those that have ended, and as those that run are going."""
+    running: list[tuple[str, float, float]] = []
+    """Arm, seconds so far, share of the work done."""
+    for run in every:
+        status = statuses.get(run.job_key or "")
+        if run.status is ExperimentStatus.DONE and run.seconds > 0:
+            totals[run.arm].append(run.seconds)
+        elif status is not None and status.state is JobState.RUNNING and status.started_at is not None:
+            share = share_done(plan, plan.arm(run.arm), places.get(status.key, Place()))
+            spent = now - status.started_at + run.seconds  # and what it took before it was interrupted
+            running.append((run.arm, spent, share))
+            if share > LEAST_SHARE:
+                totals[run.arm].append(spent / share)
+    if not (known := [seconds for each in totals.values() for seconds in each]):
         return None
-    each = sum(lengths) / len(lengths)
-    work = max(0, total - sum(run.is_settled for run in every)) * each - sum(min(spent, each) for spent, _ in running)
-    return max(0.0, work) / max(1, min(plan.budget.parallel, total))
+    lengths = {arm: fmean(each or known) for arm, each in totals.items()}
+    going = [
+        spent * (1 - share) / share if share > LEAST_SHARE else max(lengths[arm] - spent, lengths[arm] / 2)
+        for arm, spent, share in running
+    ]
+    left = 0.0
+    for n in (stage,) if stage else (0, 1):
+        batch = batch_of(plan, n)
+        begun = [run.arm for run in every if run.stage == n and run.is_settled]
+        if n == stage:
+            begun += [arm for arm, *_ in running]
+        waiting = [lengths[arm.key] for arm in batch.arms for _ in range(len(batch.seeds) - begun.count(arm.key))]
+        left += makespan([*(going if n == stage else []), *waiting], plan.budget.parallel)
+    return left
+
+
+def share_done(plan: Plan, arm: Arm, place: Place) -> float:
+    """How much of a run's work is done, 0 to 1: games played, those of evaluations included."""
+    settings = plan.settings_of(arm)
+    updates, every, group, tasks = (
+        int(settings[name] or 0)
+        for name in ("training.updates", "training.eval_every", "trainer.group_size", "trainer.tasks_per_update")
+    )
+    # Before the first update and after the last one are two evaluations, by the policy's own temperature and greedily.
+    evaluations = place.evaluations
+    if place.step:
+        evaluations += 2 + (place.step - 1) // every
+    whole = updates * group * tasks + (4 + (updates - 1) // every) * plan.controls.evaluation_games
+    return min(1.0, (place.step * group * tasks + evaluations * plan.controls.evaluation_games) / whole)
+
+
+def makespan(lengths: Sequence[float], places: int) -> float:
+    """Seconds until runs of these lengths have ended, each begun in this order as soon as one of the places is free."""
+    free = [0.0] * max(1, places)
+    for seconds in lengths:
+        heapq.heapreplace(free, free[0] + seconds)
+    return max(free)
 
 
 class Reporter(Protocol):

@@ -130,7 +130,6 @@ def _go(study: str, database: Database, home: Home, slots: int, told: Reporter, 
         executor=LocalExecutor(home.jobs, slots, secrets=database.for_child()[1]),
         catalogue=builtin_catalogue(),
         workshop=VibeWorkshop(),
-        python=sys.executable,
         tell=told.tell,
     )
     if store.study(database, study).status in ENDED:

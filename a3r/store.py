@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from sqlmodel import Session, col, func, or_, select
@@ -43,7 +42,8 @@ class RunView:
     status: models.ExperimentStatus
     reason: str | None
     """Why it failed or was quarantined."""
-    run_dir: Path
+    run_dir: str
+    """As the row names it; see `experiments_db.home.place`."""
     blueprint_id: str
     job_id: str | None
     job_key: str | None
@@ -211,7 +211,7 @@ def draw_up(
     study_id: str,
     plan: Plan,
     batch: Batch,
-    run_dirs: Mapping[tuple[str, int], Path],
+    run_dirs: Mapping[tuple[str, int], str],
     template_sha: str,
 ) -> None:
     """The stage, a blueprint for each of its arms, and its runs, as rows."""
@@ -262,7 +262,7 @@ def draw_up(
                     blueprint,
                     f"{study_id}-{arm.key}-s{seed}",
                     seed_train=seed,
-                    run_dir=str(run_dirs[arm.key, seed]),
+                    run_dir=run_dirs[arm.key, seed],
                 )
 
 
@@ -305,7 +305,7 @@ def runs(database: Database, study_id: str, stage: int | None = None) -> list[Ru
                     stage=row.n,
                     status=experiment.status,
                     reason=experiment.quarantine_reason or (newest.state_cause if newest else None),
-                    run_dir=Path(experiment.run_dir or "."),
+                    run_dir=experiment.run_dir or "",
                     blueprint_id=blueprint.id,
                     job_id=newest.id if newest else None,
                     job_key=newest.key if newest else None,
@@ -351,7 +351,7 @@ def take_over(database: Database, job_id: str) -> int:
         return writes.take_over(session, job_id)
 
 
-def submitted(database: Database, job_id: str, fencing: int, backend_id: str, log: Path) -> None:
+def submitted(database: Database, job_id: str, fencing: int, backend_id: str, log_path: str) -> None:
     """The executor has the job."""
     with database.write() as session:
         if writes.get(session, models.Job, job_id).state is models.JobState.INTENT:
@@ -361,7 +361,7 @@ def submitted(database: Database, job_id: str, fencing: int, backend_id: str, lo
                 models.JobState.SUBMITTED,
                 fencing=fencing,
                 backend_id=backend_id,
-                log_path=str(log),
+                log_path=log_path,
             )
 
 
@@ -372,6 +372,7 @@ _STATES = {
     HereState.FAILED: models.JobState.FAILED_CODE,
     HereState.TIMEOUT: models.JobState.TIMEOUT,
     HereState.CANCELLED: models.JobState.CANCELLED,
+    HereState.NOT_STARTED: models.JobState.CANCELLED,
     HereState.LOST: models.JobState.LOST,
 }
 

@@ -308,7 +308,7 @@ async def bare_sampler(folder: Path) -> AsyncIterator[BareSampler]:
 def endpoint(folder: Path) -> Iterator[Endpoint]:
     """`swarm serve` with the backend as its worker."""
     worker = shlex.join([sys.executable, str(BACKEND)])
-    command = [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", folder / "run", "--worker", worker]
+    command = [sys.executable, "-P", "-m", "swarm_engine.cli", "serve", "--run-dir", folder / "run", "--worker", worker]
     with process([*command, "--json"], stdout=subprocess.PIPE) as server:
         assert server.stdout
         about = json.loads(server.stdout.readline())
@@ -341,9 +341,9 @@ def litellm_environment() -> Path:
     folder = litellm_home()
     if not has_litellm():
         print(f"making an environment for LiteLLM {LITELLM_VERSION} in {folder}", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([sys.executable, "-P", "-m", "venv", "--clear", folder], check=True)
         # Wheels alone: no package's own code runs before the proxy does.
-        pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+        pip = [folder / "bin" / "python", "-P", "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
         subprocess.run([*pip, f"litellm[proxy]=={LITELLM_VERSION}"], check=True)
         (folder / "is-whole").touch()
     return folder / "bin"

@@ -29,6 +29,7 @@ from trainer_tasks import END_ID, Game, Guess, Player, call_tool, guess_text, lo
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from swarm_engine import child
 from swarm_engine.client import SwarmClient, SyncEpisode, Task
 from swarm_engine.config import TrainerConfig
 from swarm_engine.models.loading import load_policy
@@ -420,7 +421,7 @@ class HttpRun:
 def http_run(setting: Setting, folder: Path) -> Iterator[HttpRun]:
     """Serve the setting's model in `folder` and train it there."""
     shutil.copytree(setting.model, folder / "models" / "policy")
-    command = [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", folder, "--exit-with-stdin", "--json"]
+    command = child.command("swarm_engine.cli", "serve", "--run-dir", str(folder), "--exit-with-stdin", "--json")
     server = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert server.stdin
     assert server.stdout

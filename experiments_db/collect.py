@@ -9,7 +9,7 @@ An event and the rows that follow from it are one transaction, and the event's r
 collector may be killed at any moment, run twice, or start late: it asks for what is after the last number it has. The
 server keeps its events on disk, so nothing is lost while nobody follows. As a command, for a server elsewhere:
 
-    python -m experiments_db.collect --server URL --token-file FILE --experiment ID [--db URL]
+    python -P -m experiments_db.collect --server URL --token-file FILE --experiment ID [--db URL]
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def _last_stored(database: Database, server_id: str) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Follow a server until interrupted; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments_db.collect", description="Write a swarm's events as rows."
+        prog="python -P -m experiments_db.collect", description="Write a swarm's events as rows."
     )
     parser.add_argument("--server", required=True, metavar="URL", help="the swarm server")
     parser.add_argument("--token-file", required=True, type=Path, help="its token.json; the observer's token is used")

@@ -35,7 +35,7 @@ from experiments_db.errors import (
     UnavailableError,
     first_line,
 )
-from experiments_db.home import HOME_VARIABLE, default_url
+from experiments_db.home import FILE_NAME, HOME_VARIABLE, home_folder
 from experiments_db.models import Row
 
 HEAD = "0003_health_warnings"
@@ -128,6 +128,11 @@ class Database:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def default_url(home: Path | str | None = None) -> str:
+    """URL of the database in the home folder."""
+    return URL.create("sqlite", database=str(home_folder(home) / FILE_NAME)).render_as_string()
 
 
 def open_database(url: str | None = None, home: Path | str | None = None) -> Database:

@@ -1,5 +1,8 @@
 """Where the state is that outlives a command: the folder A3R_HOME and the experiment log in it.
 
+Rows name places in it relative to it (`stored`), and `place` finds them again, so a home that was moved or copied goes
+on.
+
 Apart from `engine`, for whoever only asks where to write does not wait a second for SQLAlchemy and the tables.
 """
 
@@ -13,6 +16,8 @@ from experiments_db.errors import UnavailableError
 HOME_VARIABLE = "A3R_HOME"
 DEFAULT_HOME = ".a3r"
 FILE_NAME = "experiments.db"
+FOLDERS = frozenset({"jobs", "projects", "runs", "studies"})
+"""Folders of a home that rows name places in."""
 
 
 def home_folder(home: Path | str | None = None) -> Path:
@@ -32,6 +37,30 @@ def home_folder(home: Path | str | None = None) -> Path:
     return found
 
 
-def default_url(home: Path | str | None = None) -> str:
-    """URL of the database in the home folder."""
-    return f"sqlite:///{home_folder(home) / FILE_NAME}"
+def stored(path: Path, home: Path) -> str:
+    """A place as a row names it: relative to the home where it lies inside, else whole."""
+    for whole, root in ((path.absolute(), home.absolute()), (path.resolve(), home.resolve())):
+        if whole.is_relative_to(root):
+            return whole.relative_to(root).as_posix()
+    return str(path.absolute())
+
+
+def place(stored: str, home: Path) -> Path:
+    """Where a place that a row names lies now.
+
+    Rows of earlier versions hold whole paths, of a home that may since have been moved, or copied and still be there.
+    Such a path is known by the folder of a home in it; a run folder outside of any home stays what it is.
+
+    Args:
+        home: the home that is open.
+    """
+    path = Path(stored)
+    if not path.is_absolute():
+        return home / path
+    if path.is_relative_to(home):
+        return path
+    for index, name in enumerate(path.parts[:-1]):
+        if name in FOLDERS and (home / name / path.parts[index + 1]).exists():
+            was_home = (Path(*path.parts[:index]) / FILE_NAME).exists()
+            return home.joinpath(*path.parts[index:]) if was_home or not path.exists() else path
+    return path

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, assert_never
 
 from sqlalchemy import Select, func
@@ -23,6 +24,7 @@ from sqlmodel import Session, col, select
 from experiments_db.columns import canonical_json
 from experiments_db.derive import CHECKPOINT, number_of
 from experiments_db.errors import NotFoundError
+from experiments_db.home import place
 from experiments_db.intervals import Interval, likelihood_interval, t_interval
 from experiments_db.models import (
     Artifact,
@@ -47,6 +49,7 @@ from experiments_db.models import (
     StudyKind,
     ValueMark,
 )
+from experiments_db.writes import SINGLE_KEY
 
 REWARD = "reward_mean"
 """The engine's metric of the training reward."""
@@ -295,12 +298,14 @@ def list_runs(
     status: ExperimentStatus | None = None,
     ids: Sequence[str] | None = None,
     limit: int | None = None,
+    home: Path | None = None,
 ) -> list[RunSummary]:
     """The runs that fit, newest study first, within a study in order of stages, arms and seeds.
 
     Args:
         ids: only these; None means all.
         limit: at most so many of the newest runs.
+        home: where places are told in; None tells them as the rows name them.
     """
     query = _runs().order_by(col(Experiment.id).desc())
     if study_id is not None:
@@ -339,7 +344,7 @@ def list_runs(
             before=before,
             after=after,
             warned_of=warned[experiment.id],
-            run_dir=experiment.run_dir,
+            run_dir=_place(experiment.run_dir, home),
             created_at=experiment.created_at,
             finished_at=experiment.finished_at,
         )
@@ -372,13 +377,38 @@ def find_run(session: Session, text: str) -> str:
     raise NotFoundError(f"there is no run {text!r}; {newest}. `a3r runs` lists them")
 
 
-def show_run(session: Session, experiment_id: str) -> RunDetail:
+def find_single_run(session: Session, run_dir: Path, home: Path) -> tuple[Experiment, Blueprint] | None:
+    """The run of its own (`create_single_run`) whose files lie in a folder, whatever its home was called then.
+
+    Args:
+        run_dir: with no symbolic link in it.
+    """
+    rows = session.exec(
+        select(Experiment, Blueprint)
+        .join(Blueprint, col(Blueprint.id) == col(Experiment.blueprint_id))
+        .where(
+            col(Experiment.key).startswith(SINGLE_KEY), col(Experiment.run_dir).endswith(run_dir.name, autoescape=True)
+        )
+    )
+    for run, blueprint in rows:
+        if run.run_dir is not None and place(run.run_dir, home).resolve() == run_dir:
+            return run, blueprint
+    return None
+
+
+def _place(stored: str | None, home: Path | None) -> str | None:
+    return stored if stored is None or home is None else str(place(stored, home))
+
+
+def show_run(session: Session, experiment_id: str, home: Path | None = None) -> RunDetail:
     """Everything about one run.
 
+    Args:
+        home: where places are told in; None tells them as the rows name them.
     Raises:
         NotFoundError: there is no such run.
     """
-    (summary,) = _all_of(session, [experiment_id])
+    (summary,) = _all_of(session, [experiment_id], home)
     experiment = session.get_one(Experiment, experiment_id)
     blueprint = session.get_one(Blueprint, experiment.blueprint_id)
     prereg = session.get_one(Prereg, session.get_one(Stage, blueprint.stage_id).prereg_id)
@@ -386,6 +416,9 @@ def show_run(session: Session, experiment_id: str) -> RunDetail:
     artifacts = session.exec(
         select(Artifact).where(Artifact.owner_id == experiment_id).order_by(col(Artifact.step), col(Artifact.id))
     ).all()
+    files = [
+        (artifact.kind, artifact.path if home is None else str(place(artifact.path, home))) for artifact in artifacts
+    ]
     findings = session.exec(select(AuditFinding).where(AuditFinding.target_id == experiment_id)).all()
     modes = session.exec(
         select(EpisodeRow.mode, func.count()).where(EpisodeRow.experiment_id == experiment_id).group_by(EpisodeRow.mode)
@@ -410,7 +443,7 @@ def show_run(session: Session, experiment_id: str) -> RunDetail:
                 exit_code=job.exit_code,
                 started_at=job.started_at,
                 ended_at=job.ended_at,
-                log_path=job.log_path,
+                log_path=_place(job.log_path, home),
             )
             for job in jobs
         ),
@@ -420,8 +453,8 @@ def show_run(session: Session, experiment_id: str) -> RunDetail:
         drops={str(reason): count for reason, count in sorted(drops, key=str)},
         left_out=left_out(session, [experiment_id])[experiment_id],
         warnings=warnings(session, [experiment_id])[experiment_id],
-        checkpoints=tuple(artifact.path for artifact in artifacts if artifact.kind == CHECKPOINT),
-        files=tuple((artifact.kind, artifact.path) for artifact in artifacts if artifact.kind != CHECKPOINT),
+        checkpoints=tuple(path for kind, path in files if kind == CHECKPOINT),
+        files=tuple((kind, path) for kind, path in files if kind != CHECKPOINT),
         findings=tuple(
             Finding(one.detector, one.severity, one.message, is_open=one.resolved_by is None) for one in findings
         ),
@@ -732,9 +765,9 @@ def _runs() -> Select[Experiment, Blueprint, Stage, Study]:
     )
 
 
-def _all_of(session: Session, ids: Sequence[str]) -> list[RunSummary]:
+def _all_of(session: Session, ids: Sequence[str], home: Path | None = None) -> list[RunSummary]:
     """The summaries of these runs, in this order."""
-    found = {run.id: run for run in list_runs(session, ids=ids)}
+    found = {run.id: run for run in list_runs(session, ids=ids, home=home)}
     if missing := [one for one in ids if one not in found]:
         raise NotFoundError(f"there is no run {missing[0]!r}; `a3r runs` lists them")
     return [found[one] for one in ids]

@@ -69,6 +69,8 @@ from experiments_db.ulid import new_ulid
 R = TypeVar("R", bound=Row)
 
 SINGLE_ARM = "single"
+SINGLE_KEY = "single:"
+"""Begins the key of a run of its own."""
 """Arm of a run that is compared with nothing."""
 
 _ORDER = {state: place for place, state in enumerate(JobState)}
@@ -349,7 +351,7 @@ def create_single_run(
         session,
         StudyKind(kind),
         question,
-        key=f"single:{name}",
+        key=SINGLE_KEY + name,
         code_sha=code_sha,
         env_fingerprint=env_fingerprint,
     )
@@ -382,7 +384,7 @@ def create_single_run(
         command=command,
         metrics=metrics,
     )
-    return add_experiment(session, blueprint, f"single:{name}", seed_train=seed_train, run_dir=run_dir)
+    return add_experiment(session, blueprint, SINGLE_KEY + name, seed_train=seed_train, run_dir=run_dir)
 
 
 # Jobs

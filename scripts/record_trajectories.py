@@ -36,6 +36,7 @@ from research_agents import FRAMEWORKS
 from research_task import corpus, replies
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from swarm_engine import child
 from swarm_engine.client import SwarmClient
 from swarm_engine.server.journal import Journal
 from swarm_engine.server.roster import episode_records
@@ -108,7 +109,7 @@ def write_model(folder: Path) -> None:
 @contextmanager
 def serving(run_dir: Path) -> Iterator[SwarmClient]:
     """A server on a run folder, with its engine started."""
-    command = [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(run_dir), "--exit-with-stdin"]
+    command = child.command("swarm_engine.cli", "serve", "--run-dir", str(run_dir), "--exit-with-stdin")
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin
     assert process.stdout

@@ -54,18 +54,29 @@ def as_plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
+def url_of(run_dir: Path) -> str | None:
+    """Where the server of a run folder listens; None where none runs in it.
+
+    A copy of the folder of a running server holds its file, which tells of the server in the original.
+    """
+    try:
+        known = json.loads((run_dir / "server.json").read_text(encoding="utf-8"))
+        url, its_folder = str(known["url"]), Path(known["run_dir"])
+        is_copy = its_folder.exists() and not its_folder.samefile(run_dir)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if is_copy else url
+
+
 def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_json: bool) -> SwarmClient:
     """A client of the server that the options name."""
     from swarm_engine.client import AddressError, SwarmClient, TokenFileError, read_token
 
     folder = run_dir or default_run_dir()
     if url is None:
-        try:
-            url = json.loads((folder / "server.json").read_text(encoding="utf-8"))["url"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            give_up(f"no server runs in {folder}; start one with `swarm serve --run-dir {folder}`", FAILED, as_json)
+        give_up(f"no server runs in {folder}; start one with `swarm serve --run-dir {folder}`", FAILED, as_json)
     try:
-        return SwarmClient(str(url), read_token(token_file or folder / "token.json"))
+        return SwarmClient(url, read_token(token_file or folder / "token.json"))
     except (AddressError, TokenFileError) as error:
         give_up(str(error), FAILED, as_json)
 

@@ -1,8 +1,8 @@
 """What the front and the engine worker say to each other, and how it goes over the wire.
 
-The front listens on a local socket and starts `python -m swarm_engine.worker --socket ADDRESS`; the worker connects to
-ADDRESS, a path, or HOST:PORT where there are no Unix sockets, and ends when that connection does. An `Update` that was
-sent is finished first only if the connection lasts: the front has the batch on disk and asks again.
+The front listens on a local socket and starts `swarm_engine.worker --socket ADDRESS`; the worker connects to ADDRESS, a
+path that no other start has, or HOST:PORT where there are no Unix sockets, and ends when that connection does. An
+`Update` that was sent is finished first only if the connection lasts: the front has the batch on disk and asks again.
 
 A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON: one message with its `type`. The front asks,
 the worker answers; replies to different requests interleave. A message that does not fit its type is our own broken

@@ -1,6 +1,6 @@
 """The engine worker: the process that holds the weights, samples from them and trains them.
 
-    python -m swarm_engine.worker --socket ADDRESS
+    python -P -m swarm_engine.worker --socket ADDRESS
 
 It connects to the front at ADDRESS (a Unix socket's path, or HOST:PORT), speaks `swarm_engine.protocol`, and ends when
 the connection does, so that no worker outlives its front. One thread reads, one computes: sampler steps, updates and
@@ -447,7 +447,11 @@ def main(argv: list[str] | None = None) -> int:
     address = parser.parse_args(argv).socket
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     faulthandler.enable()  # a crash in native code leaves the threads' stacks in the log
-    line = _connect(address)
+    try:
+        line = _connect(address)
+    except OSError as error:
+        log.error("no front listens at %s (%s); it has ended, or given up waiting", address, error.strerror)
+        return 1
     try:
         serve(line)
     except Exception as error:

@@ -10,6 +10,7 @@ import time
 import tomllib
 from functools import cache
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,28 @@ def test_whatever_is_imported_is_declared(folder: str) -> None:
 def test_whatever_is_declared_is_imported() -> None:
     used = {name for folder in MAY_IMPORT for name in needs_of(folder)}
     assert declared("engine") - used == NOT_IMPORTED
+
+
+def test_no_process_of_ours_imports_from_the_current_folder() -> None:
+    """Who starts an interpreter with `-m` says `-P` before it."""
+    wrong = []
+    for package in (*MAY_IMPORT, "scripts", "benchmarks", "examples"):
+        for path in sources(package):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                words = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+                for before, word in pairwise([None, *words]):
+                    is_module = isinstance(word, ast.Constant) and word.value == "-m"
+                    is_safe = isinstance(before, ast.Constant) and before.value == "-P"
+                    if is_module and not is_safe and path != ROOT / "swarm_engine" / "child.py":
+                        wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert wrong == []
+
+
+def test_what_starts_a_child_imports_only_what_every_interpreter_has_loaded() -> None:
+    tree = ast.parse((ROOT / "swarm_engine" / "child.py").read_text(encoding="utf-8"))
+    names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    assert names == {"os", "sys"}
+    assert {node.module for node in tree.body if isinstance(node, ast.ImportFrom)} == {"__future__"}
 
 
 def test_only_trainer_and_sampler_import_torch() -> None:

@@ -1,6 +1,6 @@
 """The swarm a project trains on: one of its own that dies with it, or one that runs already.
 
-The child is `python -m swarm_engine.cli serve --exit-with-stdin`: it ends when the pipe to its standard input closes,
+The child is `swarm serve --exit-with-stdin`: it ends when the pipe to its standard input closes,
 so it outlives neither a Ctrl-C nor a SIGKILL of the program that started it.
 """
 
@@ -11,11 +11,11 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarm_engine import child
 from swarm_engine.client import AddressError, read_address, read_token
 from vibe.errors import SwarmFailedError, UsageError
 from vibe.run_folder import make_folder
@@ -75,16 +75,7 @@ async def embedded_swarm(run_dir: Path) -> AsyncIterator[Swarm]:
         SwarmFailedError: it ended before it listened, or took too long.
     """
     make_folder(run_dir, 0o700)
-    command = [
-        sys.executable,
-        "-m",
-        "swarm_engine.cli",
-        "serve",
-        "--run-dir",
-        str(run_dir),
-        "--exit-with-stdin",
-        "--json",
-    ]
+    command = child.command("swarm_engine.cli", "serve", "--run-dir", str(run_dir), "--exit-with-stdin", "--json")
     with (run_dir / "server.log").open("ab") as log:
         # A session of its own: a Ctrl-C in the terminal reaches this program alone, which ends the server in order.
         process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,6 @@
 """The process that games run in: JSON lines in, JSON lines out, and nothing of the machine beyond them.
 
-Run as a script, `python -I -S -B envhost.py PROJECT LIMITS`, by `vibe.envs`. Standard library only, for the
+Run as a script, `envhost.py PROJECT LIMITS` under `python -I -S -B`, by `vibe.envs`. Standard library only, for the
 interpreter sees no packages. Limits are set before the game is imported; what the game prints goes to standard error,
 never into the protocol.
 
@@ -106,6 +106,9 @@ def guard(project: str) -> None:
             ):
                 raise PermissionError(f"a game may not touch {path} ({event}); its folder is {scratch}")
 
+    # What started this process asked the kernel for something by it. Imported again it is refused.
+    for name in [name for name in sys.modules if name.startswith(("ctypes", "_ctypes"))]:
+        del sys.modules[name]
     sys.addaudithook(refuse)
 
 

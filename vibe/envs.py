@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from swarm_engine.child import command
 from vibe import turns
 from vibe.errors import EnvError, UsageError
 from vibe.project import code_of, refuse_if_edited
@@ -252,7 +252,7 @@ class _Child:
     async def start(cls, project: Path, limits: Limits, scratch: str) -> Self:
         """Start a child and wait for its first word."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-B", str(HOST), str(project), limits.as_json()),
+            *command(str(HOST), str(project), limits.as_json(), flags=("-I", "-S", "-B")),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -13,22 +13,23 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
+from sqlmodel import Session
 
-from experiments_db.engine import Database, open_database
+from experiments_db.engine import Database, default_url, open_database
 from experiments_db.errors import ExperimentsDbError
-from experiments_db.home import HOME_VARIABLE, default_url, home_folder
+from experiments_db.home import HOME_VARIABLE, home_folder, place, stored
 from experiments_db.models import JobState, StudyKind
 from experiments_db.plots import plot_runs
-from experiments_db.queries import HELD_OUT
+from experiments_db.queries import HELD_OUT, find_single_run
 from experiments_db.ulid import new_ulid
-from experiments_db.writes import Attempt, begin_attempt, create_single_run, record_job
+from experiments_db.writes import SINGLE_KEY, Attempt, begin_attempt, create_single_run, record_job
 from swarm_engine.signals import ending_signals, leave_dead_terminal
 from vibe import screen
 from vibe.embedded import check_named
@@ -41,6 +42,8 @@ from vibe.writing import Request, Written, take, write_from_words
 RUNS = "runs"
 """Folder of A3R_HOME."""
 LOG_FILE = "train.log"
+PYTHON = "python"
+"""Stands for this interpreter in a row's command."""
 CURVE_FILE = "curve.png"
 
 
@@ -75,22 +78,24 @@ def begin(database: Database, request: Request, written: Written, run_dir: Path)
     controls = {"config": spec.config.model_dump(mode="json"), "training": spec.training.model_dump(mode="json")}
     if written.edited:  # so that its runs are never counted among those of the template's own game
         controls["edited"] = dict(written.edited)
+    home = home_folder()
     with database.write() as session:
+        key, words = recorded_as(session, run_dir, command(request, written, run_dir), home)
         experiment = create_single_run(
             session,
             StudyKind.VIBE,
             question,
             spec.template,
             spec.rules,
-            key=str(run_dir),
+            key=key,
             seed_train=spec.config.seed,
             template_version=spec.template_version,
             template_sha=written.sha256,
             controls=controls,
             objective=f"train on {spec.title}",
-            command=command(request, written, run_dir),
+            command=words,
             metrics=["reward_mean", "held-out reward"],
-            run_dir=str(run_dir),
+            run_dir=stored(run_dir, home),
         )
         attempt = begin_attempt(session, experiment)
         if attempt.state is not JobState.INTENT:
@@ -102,9 +107,29 @@ def begin(database: Database, request: Request, written: Written, run_dir: Path)
             JobState.SUBMITTED,
             fencing=attempt.fencing,
             host=socket.gethostname(),
-            log_path=str(run_dir / LOG_FILE),
+            log_path=stored(run_dir / LOG_FILE, home),
         )
     return experiment, attempt
+
+
+def recorded_as(session: Session, run_dir: Path, words: Sequence[str], home: Path) -> tuple[str, list[str]]:
+    """The key and the command of a run's rows: those it has, where the command there comes to the same, else new ones.
+
+    Args:
+        words: of the command as it is started now.
+    """
+
+    def as_stored(word: str) -> str:
+        return stored(place(word, home), home) if Path(word).is_absolute() else word
+
+    # The interpreter may be another one than when the run began.
+    now = [PYTHON, *map(as_stored, words[1:])]
+    if found := find_single_run(session, run_dir, home):
+        run, blueprint = found
+        then = [str(word) for word in blueprint.command]
+        is_same = [PYTHON, *map(as_stored, then[1:])] == now
+        return run.key.removeprefix(SINGLE_KEY), then if is_same else now
+    return stored(run_dir, home), now
 
 
 def command(request: Request, written: Written, run_dir: Path) -> list[str]:

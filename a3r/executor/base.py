@@ -22,6 +22,8 @@ class JobState(StrEnum):
     TIMEOUT = "timeout"
     """Ended because it ran longer than its limit."""
     CANCELLED = "cancelled"
+    NOT_STARTED = "not_started"
+    """Its program or its folder is not there, so nothing of it ran: no result, and nothing that waiting would mend."""
     LOST = "lost"
     """Was started, does not run, and left no word of how it ended: the machine went down, or its guard was killed."""
 
@@ -36,7 +38,7 @@ class JobSpec:
     """What to run. Two submissions under one key must agree in all of it."""
 
     command: tuple[str, ...]
-    """The program and its arguments; no shell reads it."""
+    """The program and its arguments; no shell reads it. `python` is the interpreter that this runs in."""
     folder: str
     """Where it runs."""
     time_limit_s: float

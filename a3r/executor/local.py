@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard, assert_never
+from typing import Any, assert_never
 
 from a3r.errors import JobError
 from a3r.executor import supervise
@@ -77,7 +77,7 @@ class LocalExecutor:
             "time_limit_s": spec.time_limit_s,
             "environment": dict(spec.environment),
         }
-        there = _read(folder / "spec.json")
+        there = _read_spec(folder)
         if there is None:
             supervise.write_whole(folder / "spec.json", wanted | {"submitted_at": time.time()})
         elif {name: there.get(name) for name in wanted} != wanted:
@@ -89,8 +89,14 @@ class LocalExecutor:
     def poll(self, keys: Iterable[str]) -> dict[str, JobStatus]:
         """See `Executor.poll`."""
         wanted = set(keys)
-        submitted = {key: spec for key in wanted if (spec := _read(self._root / key / "spec.json"))}
+        submitted = {key: spec for key in wanted if (spec := _read_spec(self._root / key))}
         statuses = {key: self._status(key) for key in submitted}
+        for key, status in statuses.items():
+            if status.state is JobState.RUNNING and (was := self._elsewhere(key)):
+                raise JobError(
+                    f"job {key} (process {status.pid}) still works in {was}, where this home was when it began; it is "
+                    "ended, and goes on in the home as it is now with `a3r resume`"
+                )
         others = [self._status(key) for key in self._open() if key not in wanted]
         running = sum(status.state is JobState.RUNNING for status in (*statuses.values(), *others))
         waiting = [key for key, status in statuses.items() if status.state is JobState.QUEUED]
@@ -162,6 +168,12 @@ class LocalExecutor:
                 start_new_session=True,
             )
 
+    def _elsewhere(self, key: str) -> str | None:
+        """The home that a job was started in, where that is another folder than this one."""
+        was = (_read(self._root / key / "pid.json") or {}).get("home")
+        is_here = was is None or (os.path.exists(was) and os.path.samefile(was, self._root.parent))
+        return None if is_here else str(was)
+
     def _status(self, key: str) -> JobStatus:
         folder = self._root / key
         log = self.log(key)
@@ -175,7 +187,7 @@ class LocalExecutor:
             return JobStatus(
                 key, JobState.RUNNING, "running", log, pid=begun.get("pid"), started_at=begun.get("started_at")
             )
-        if _is_alive(_read(folder / "child.json")):
+        if _alive(folder, "child.json"):
             return JobStatus(
                 key, JobState.RUNNING, "runs without its guard", log, started_at=(started or {}).get("started_at")
             )
@@ -188,17 +200,25 @@ class LocalExecutor:
 
     def _signal(self, key: str, number: signal.Signals) -> None:
         """To the guard; where that is gone, to the job itself, and all of it."""
-        guard, child = _read(self._root / key / "pid.json"), _read(self._root / key / "child.json")
+        folder = self._root / key
         with contextlib.suppress(ProcessLookupError):
-            if _is_alive(guard):
-                os.kill(guard["pid"], number)
-            elif _is_alive(child):
-                os.killpg(child["pid"], number)
+            if guard := _alive(folder, "pid.json"):
+                os.kill(guard, number)
+            elif child := _alive(folder, "child.json"):
+                os.killpg(child, number)
 
 
-def _is_alive(process: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
-    """Whether this very process lives, and not another that got its number."""
-    return process is not None and supervise.started_at_tick(process["pid"]) == process["tick"] is not None
+def _alive(folder: Path, name: str) -> int | None:
+    """Number of the process that a file in a job's folder tells of, where it lives: this very process, not another
+    that got its number, and working in this folder, not in the one that this is a copy of."""
+    process = _read(folder / name)
+    if process is None or not (folder / "lock").exists():
+        return None
+    here = supervise.lock_id(folder)
+    if process.get("lock", here) != here:
+        return None
+    is_alive = supervise.started_at_tick(process["pid"]) == process["tick"] is not None
+    return int(process["pid"]) if is_alive else None
 
 
 def _is_held(folder: Path) -> bool:
@@ -220,7 +240,7 @@ def _ended(key: str, log: Path, ended: dict[str, Any]) -> JobStatus:
         case Cause.TIMEOUT:
             state, cause = JobState.TIMEOUT, "ran longer than its limit"
         case Cause.NOT_STARTED:
-            state, cause = JobState.FAILED, f"could not be started: {ended['detail']}"
+            state, cause = JobState.NOT_STARTED, f"could not be started: {ended['detail']}"
         case Cause.EXITED if number is not None:
             state, cause = JobState.FAILED, f"ended by signal {signal.Signals(number).name}"
         case Cause.EXITED:
@@ -237,6 +257,11 @@ def _ended(key: str, log: Path, ended: dict[str, Any]) -> JobStatus:
         started_at=ended["started_at"],
         ended_at=ended["ended_at"],
     )
+
+
+def _read_spec(folder: Path) -> dict[str, Any] | None:
+    """A job as it was submitted, its places as they are now; None where it was not."""
+    return supervise.read_spec(folder) if _read(folder / "spec.json") else None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.parse
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +31,9 @@ LEFTOVER_GRACE_S = 2.0
 """What a job started and left behind ends by itself within this, or is ended."""
 LOCK_PATIENCE_S = 2.0
 """Whoever asks how the job stands holds the lock for a moment; a guard that runs it holds it for good."""
+PYTHON = "python"
+"""As the first word of a command: the interpreter that this runs in."""
+HOME_VARIABLE, SQLITE = "A3R_HOME", "sqlite:///"
 POLL_S = 0.1
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -44,11 +49,14 @@ class Cause(StrEnum):
 
 
 def started_at_tick(pid: int) -> str | None:
-    """What tells two processes with one number apart: when the process started. None where it does not exist."""
+    """What tells two processes with one number apart: when the process started. None where it does not run.
+
+    One that has ended and that nobody waits for is still in the table, for good in a container without an init.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return f"{boot}:{fields[19]}"
+        return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
     except FileNotFoundError:
         if Path("/proc/self/stat").exists():
             return None
@@ -64,6 +72,44 @@ def write_whole(path: Path, value: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def read_spec(folder: Path) -> dict[str, Any]:
+    """A job as it was submitted, its places in the home that its folder lies in now.
+
+    The home may have been moved or copied since; what it was called is the job's A3R_HOME.
+    """
+    spec: dict[str, Any] = json.loads((folder / "spec.json").read_bytes())
+    then, now = spec["environment"].get(HOME_VARIABLE), str(home_of(folder))
+
+    def moved(word: str) -> str:
+        for start, written in (("", str), (SQLITE, str), (SQLITE, _quoted)):
+            if then is not None and f"{word}/".startswith(f"{start}{written(then)}/"):
+                return f"{start}{written(now)}{word.removeprefix(start + written(then))}"
+        return word
+
+    environment = {name: moved(value) for name, value in spec["environment"].items()}
+    return spec | {
+        "command": [moved(word) for word in spec["command"]],
+        "folder": moved(spec["folder"]),
+        "environment": environment,
+    }
+
+
+def _quoted(path: str) -> str:
+    """As SQLAlchemy writes a file's path in a URL, from some version on."""
+    return urllib.parse.quote(path, safe=" +/")
+
+
+def home_of(folder: Path) -> Path:
+    """The home that a job's folder, HOME/jobs/KEY, lies in."""
+    return folder.absolute().parent.parent
+
+
+def lock_id(folder: Path) -> str:
+    """Tells the lock of a job from that of its copy, under which nothing runs."""
+    found = (folder / "lock").stat()
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def lock(folder: Path) -> int | None:
@@ -105,9 +151,12 @@ def _guard(folder: Path, tell: int) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, ask)
-    spec = json.loads((folder / "spec.json").read_text())
+    spec, home = read_spec(folder), str(home_of(folder))
+    # By names relative to it from here on: the home may be moved while the job runs.
+    os.chdir(folder)
+    folder = Path()
     started = time.time()
-    write_whole(folder / "pid.json", {"pid": os.getpid(), "tick": started_at_tick(os.getpid()), "started_at": started})
+    write_whole(folder / "pid.json", {**_who(os.getpid(), folder), "home": home, "started_at": started})
     os.close(tell)
     ended = _run(folder, spec, asked)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -115,23 +164,27 @@ def _guard(folder: Path, tell: int) -> None:
     write_whole(folder / "exit.json", {**ended, **used, "started_at": started, "ended_at": time.time()})
 
 
+def _who(pid: int, folder: Path) -> dict[str, Any]:
+    return {"pid": pid, "tick": started_at_tick(pid), "lock": lock_id(folder)}
+
+
 def _run(folder: Path, spec: dict[str, Any], asked: list[int]) -> dict[str, Any]:
     """Start the command, wait for its end or bring it about, and clear up what it left behind."""
     with (folder / "stdout.log").open("ab") as out, (folder / "stderr.log").open("ab") as errors:
         try:
             child = subprocess.Popen(
-                spec["command"],
+                [sys.executable if spec["command"][0] == PYTHON else spec["command"][0], *spec["command"][1:]],
                 cwd=spec["folder"],
                 env={**os.environ, **spec["environment"]},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=errors,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=functools.partial(_die_with, os.getpid()),
             )
         except OSError as error:
             return {"cause": Cause.NOT_STARTED, "detail": str(error), "exit_code": None, "signal": None}
-    write_whole(folder / "child.json", {"pid": child.pid, "tick": started_at_tick(child.pid)})
+    write_whole(folder / "child.json", _who(child.pid, folder))
     cause = Cause.EXITED
     deadline = time.monotonic() + spec["time_limit_s"]
     while True:
@@ -193,8 +246,11 @@ def _adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
+    """Run in the child before it becomes the job; this process has one thread, so nothing is held over the fork."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # which ended before the kernel was asked
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ def coder(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, StudyS
             folder = deps.paths(state).project(arm)
             sha = deps.workshop.build(plan, plan.arm(arm), folder)
             with deps.database.write() as session:
-                writes.add_artifact(session, OwnerType.BLUEPRINT, blueprint_id, "project", str(folder), sha256=sha)
+                writes.add_artifact(
+                    session, OwnerType.BLUEPRINT, blueprint_id, "project", deps.home.stored(folder), sha256=sha
+                )
             deps.tell("rendered", arm=arm, folder=str(folder), sha256=sha)
         return {}
 

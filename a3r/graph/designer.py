@@ -17,7 +17,9 @@ def designer(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stu
         plan = store.plan_of(deps.database, state["study_id"])
         batch = store.batch_of(plan, state["stage"])
         paths = deps.paths(state)
-        folders = {(arm.key, seed): paths.run(arm.key, seed) for arm in batch.arms for seed in batch.seeds}
+        folders = {
+            (arm.key, seed): deps.home.stored(paths.run(arm.key, seed)) for arm in batch.arms for seed in batch.seeds
+        }
         store.draw_up(
             deps.database, state["study_id"], plan, batch, folders, template_sha=deps.workshop.template_sha(plan)
         )

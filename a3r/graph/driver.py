@@ -7,6 +7,7 @@ The driver can be killed at any moment. What it knows is in the checkpoint (wher
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
+from langsmith.run_helpers import tracing_context
 
 from a3r import store
 from a3r.errors import A3RError, StoppedError, StudyVersionError, UsageError
@@ -32,6 +34,8 @@ from experiments_db.models import ExperimentStatus, StudyStatus
 POLL_S = 0.5
 """Between two looks at the jobs. Nothing depends on it but how fast an ended job is noticed."""
 MAX_SUPERSTEPS = 10_000
+TRACING_VARIABLES = ("LANGCHAIN_", "LANGSMITH_")
+"""Beginnings of their names."""
 ENDED = (StudyStatus.DONE, StudyStatus.FAILED, StudyStatus.ABANDONED)
 
 
@@ -57,7 +61,13 @@ def drive(study_id: str, deps: Deps, ask: Ask) -> StudyStatus:
         )
     if row.status in ENDED:
         return row.status
-    with lease(paths.lock, study_id), saver(paths.checkpoints) as checkpointer, _no_job_unwatched(study_id, deps):
+    refuse_elsewhere(study_id, deps)
+    with (
+        untraced(),
+        lease(paths.lock, study_id),
+        saver(paths.checkpoints) as checkpointer,
+        _no_job_unwatched(study_id, deps),
+    ):
         if row.status is StudyStatus.PAUSED:
             store.set_status(deps.database, study_id, StudyStatus.RUNNING)
         graph = build_graph(deps, checkpointer)
@@ -81,6 +91,38 @@ def drive(study_id: str, deps: Deps, ask: Ask) -> StudyStatus:
     if status not in ENDED:
         raise A3RError(f"the graph of study {study_id} ended, but the study is {status}; run `a3r resume {study_id}`")
     return status
+
+
+def refuse_elsewhere(study_id: str, deps: Deps) -> None:
+    """See that the files of a study that has begun are in the home that is open, before anything is written there.
+
+    Raises:
+        UsageError: they are not.
+    """
+    paths = deps.home.study(study_id)
+    for run in store.runs(deps.database, study_id):
+        lies = deps.home.place(run.run_dir)
+        if lies.resolve() != paths.run(run.arm, run.seed).resolve() or not paths.checkpoints.exists():
+            raise UsageError(
+                f"study {study_id} was begun in another home than {deps.home.root}, which has no {paths.checkpoints} "
+                f"to go on from (run {run.experiment_id} is in {lies}); name its home with --home, or copy all of it "
+                "there"
+            )
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Whatever the environment says of tracing for other programs, LangGraph sends nothing of a study anywhere.
+
+    Its jobs inherit none of it either.
+    """
+    taken = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith(TRACING_VARIABLES)}
+    try:
+        # The tracer remembers what it once read of the environment; this goes before it.
+        with tracing_context(enabled=False):
+            yield
+    finally:
+        os.environ.update(taken)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,9 @@ def reviewer(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stu
         hashes = publish.save(publish.files_of(bundle, title(bundle)), deps.paths(state).report)
         with deps.database.write() as session:
             for path, sha in hashes.items():
-                writes.add_artifact(session, OwnerType.STUDY, state["study_id"], "report", path, sha256=sha)
+                writes.add_artifact(
+                    session, OwnerType.STUDY, state["study_id"], "report", deps.home.stored(path), sha256=sha
+                )
             writes.set_study_status(session, state["study_id"], StudyStatus.DONE)
         return {}
 

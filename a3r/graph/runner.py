@@ -14,9 +14,11 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.types import Command, interrupt
 
 from a3r import store
+from a3r.errors import JobError
 from a3r.executor import Executor, JobSpec, JobStatus
 from a3r.executor import JobState as HereState
 from a3r.graph.state import Deps, StudyState
+from a3r.paths import Home
 from a3r.store import RunView
 from experiments_db import writes
 from experiments_db.errors import StaleWriterError
@@ -38,15 +40,20 @@ def runner(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Study
             job_id, key, job_state = store.intend(deps.database, run, deps.executor.name)
             if job_state is JobState.INTENT:
                 backend_id = deps.executor.submit(key, job_spec(deps, state, run))
-                log = deps.home.jobs / key / "stdout.log"
+                log = deps.home.stored(deps.home.jobs / key / "stdout.log")
                 store.submitted(deps.database, job_id, fence(deps, job_id), backend_id, log)
                 deps.tell("submitted", job=key, arm=run.arm, seed=run.seed)
         return {}
 
     def reconcile(state: StudyState) -> Command[Literal["submit", "wait", "collect"]]:
-        """Write down how the jobs stand. Jobs and rows may disagree after a crash; what the executor says is so."""
+        """Write down how the jobs stand. Jobs and rows may disagree after a crash; what the executor says is so.
+
+        Raises:
+            JobError: one could not be started. That is no result, so the study waits until it can be.
+        """
         runs = store.runs(deps.database, state["study_id"], state["stage"])
-        observe(deps, runs)
+        if faults := observe(deps, runs):
+            raise JobError(f"{'; '.join(faults)}. Mend that, then go on with `a3r resume {state['study_id']}`")
         runs = store.runs(deps.database, state["study_id"], state["stage"])
         if any(run.wants_another_attempt or run.job_state in {None, JobState.INTENT} for run in runs):
             return Command(goto="submit")
@@ -60,10 +67,11 @@ def runner(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Study
     def collect(state: StudyState) -> StudyState:
         """Results came as events while the runs ran; what is left is to note the files they leave."""
         for run in store.runs(deps.database, state["study_id"], state["stage"]):
-            results = run.run_dir / RESULTS_FILE
+            results = deps.paths(state).run(run.arm, run.seed) / RESULTS_FILE
             if results.exists():
+                place = deps.home.stored(results)
                 with deps.database.write() as session:
-                    writes.add_artifact(session, OwnerType.EXPERIMENT, run.experiment_id, "results", str(results))
+                    writes.add_artifact(session, OwnerType.EXPERIMENT, run.experiment_id, "results", place)
         return {}
 
     graph = StateGraph(StudyState)
@@ -82,24 +90,25 @@ def job_spec(deps: Deps, state: StudyState, run: RunView) -> JobSpec:
     """What the executor is to run: the blueprint's command, and where, for which seed and rows."""
     command, environment, limit = store.command_of(deps.database, run.blueprint_id)
     database, _ = deps.database.for_child()
-    program = [deps.python if word == "python" else word for word in command]
+    paths = deps.paths(state)
     return JobSpec(
         command=(
-            *program,
-            *("--run-dir", str(run.run_dir)),
+            *command,
+            *("--run-dir", str(paths.run(run.arm, run.seed))),
             *("--seed", str(run.seed)),
             *("--experiment", run.experiment_id),
             *("--db", database),
             "--go-on",  # the arms of a plan are compared at the same number of updates
         ),
-        folder=str(deps.paths(state).project(run.arm)),
+        folder=str(paths.project(run.arm)),
         time_limit_s=limit,
         environment={**environment, "A3R_HOME": str(deps.home.root)},
     )
 
 
-def observe(deps: Deps, runs: list[RunView]) -> None:
-    """Bring the rows of open jobs up to what the executor knows."""
+def observe(deps: Deps, runs: list[RunView]) -> list[str]:
+    """Bring the rows of open jobs up to what the executor knows; returns what is wrong with jobs that can't start."""
+    faults: list[str] = []
     open_jobs = {
         run.job_key: run for run in runs if run.job_key and run.job_state is not None and not run.job_state.is_terminal
     }
@@ -110,7 +119,7 @@ def observe(deps: Deps, runs: list[RunView]) -> None:
             continue
         gone = JobStatus(key, HereState.LOST, "the executor does not know it any more", deps.home.jobs / key)
         status = statuses.get(key, gone)
-        state, cause = judged(deps.executor, run, status)
+        state, cause = judged(deps.executor, deps.home, run, status)
         if state is JobState.QUEUED and run.job_state is not JobState.SUBMITTED:
             continue
         try:
@@ -121,12 +130,15 @@ def observe(deps: Deps, runs: list[RunView]) -> None:
             raise
         if news and state.is_terminal:
             deps.tell("job_ended", job=key, arm=run.arm, seed=run.seed, state=state, cause=cause, s=status.seconds)
+        if status.state is HereState.NOT_STARTED:
+            faults.append(f"job {key} {cause}")
+    return faults
 
 
-def judged(executor: Executor, run: RunView, status: JobStatus) -> tuple[JobState, str]:
+def judged(executor: Executor, home: Home, run: RunView, status: JobStatus) -> tuple[JobState, str]:
     """How a job stands, and why. Exit code 0 without results is a failure: silence is no success."""
     state = store.state_of(status)
-    if status.state is HereState.SUCCEEDED and not (run.run_dir / RESULTS_FILE).exists():
+    if status.state is HereState.SUCCEEDED and not (home.place(run.run_dir) / RESULTS_FILE).exists():
         return JobState.FAILED_CODE, f"exit code 0, but it left no {RESULTS_FILE}"
     if status.state is HereState.FAILED:
         said = executor.tail(status.key, CAUSE_LINES)

@@ -52,8 +52,6 @@ class Deps:
     executor: Executor
     catalogue: Catalogue
     workshop: Workshop
-    python: str
-    """The interpreter that runs jobs."""
     tell: Tell
     fences: dict[str, int] = field(default_factory=dict)
     """By job id: the number that this process writes with."""

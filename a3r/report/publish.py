@@ -107,13 +107,13 @@ def as_data(bundle: Bundle, document: Document, source: Source, checked: Checked
     }
 
 
-def save(files: Mapping[str, str], folder: Path) -> dict[str, str]:
+def save(files: Mapping[str, str], folder: Path) -> dict[Path, str]:
     """Write the files, each whole or not at all; returns their hashes by path."""
     folder.mkdir(parents=True, exist_ok=True)
-    hashes: dict[str, str] = {}
+    hashes: dict[Path, str] = {}
     for name, content in files.items():
         draft = folder / f".{name}.{os.getpid()}"
         draft.write_text(content, encoding="utf-8", newline="\n")
         draft.replace(folder / name)
-        hashes[str(folder / name)] = hashlib.sha256(content.encode()).hexdigest()
+        hashes[folder / name] = hashlib.sha256(content.encode()).hexdigest()
     return hashes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import assert_never
 
 from a3r.planner.design import flags
@@ -545,8 +546,10 @@ def _reproduce(bundle: Bundle) -> Section:
         f"{again}        # the study again, with new samples",
     ]
     if first:
-        project = shlex.quote(str(first.run_dir.parent.parent / "projects" / first.arm))
-        lines.append(f"cd {project} && python train.py --run-dir NEW_FOLDER --seed {first.seed}        # one run")
+        project = PurePosixPath(first.run_dir).parent.parent / "projects" / first.arm
+        # Rows of earlier versions hold whole paths, and so do the reports made of them.
+        folder = shlex.quote(str(project)) if project.is_absolute() else f'"${{A3R_HOME:-.a3r}}/{project}"'
+        lines.append(f"cd {folder} && python train.py --run-dir NEW_FOLDER --seed {first.seed}        # one run")
     environment = json.dumps(bundle.study.env_fingerprint, indent=1, sort_keys=True, ensure_ascii=False)
     return Section("reproduce", "Reproduce", (Verbatim("\n".join(lines)), Verbatim(environment, summary="Environment")))
 

@@ -17,7 +17,7 @@ def run() -> None:
         return
     from sqlalchemy import create_engine
 
-    from experiments_db.home import default_url
+    from experiments_db.engine import default_url
 
     with create_engine(default_url()).begin() as connection:
         _run_on(connection)

@@ -47,6 +47,7 @@ programs."""
 
 LAUNCH = (
     "import sys; sys.path.insert(0, sys.argv[1]); import swarm_engine; del sys.path[0];"
+    "from swarm_engine.child import end_with_parent; end_with_parent();"
     "from swarm_engine.sampler.vllm_process import main; sys.exit(main(sys.argv[2:]))"
 )
 """This very package in the other environment: its folder is on the path for one import only, for what lies beside it
@@ -170,7 +171,7 @@ class VllmProcess:
             with theirs:
                 self._process = subprocess.Popen(
                     [python, "-P", "-c", LAUNCH, home, "--line", str(theirs.fileno()), "--memory", str(memory)],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,  # ends when this process does
                     pass_fds=(theirs.fileno(), memory),
                     env=os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(num_threads)},
                 )
@@ -218,6 +219,9 @@ class VllmProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+        finally:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
 
 
 class LocalLink:

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import uvicorn
 
+from swarm_engine.child import outlive_parent
 from swarm_engine.config import EngineConfig
 from swarm_engine.errors import RunDirError
 from swarm_engine.server.app import FrontApp
@@ -282,6 +283,8 @@ def _watch_for_end(with_stdin: bool) -> asyncio.Future[str]:
             loop.call_soon_threadsafe(end, "the standard input closed")
 
         threading.Thread(target=wait_for_stdin, name="stdin", daemon=True).start()
+        # Until here the end of the parent was the end of this process; from here on it ends in order.
+        outlive_parent()
     return ending
 
 

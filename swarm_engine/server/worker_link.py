@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TypeVar, assert_never, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from swarm_engine import child
 from swarm_engine.errors import BadRequestError, InternalError, WorkerDiedError
 from swarm_engine.protocol import (
     Boot,
@@ -41,7 +42,9 @@ from swarm_engine.protocol import (
 )
 from swarm_engine.types import FinishReason
 
-WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "swarm_engine.worker")
+WORKER_COMMAND = child.command("swarm_engine.worker")
+SOCKETS = "worker-*.sock"
+"""Names of the sockets that workers are told; a front that is killed leaves its own."""
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit for a Unix socket's path is 104 to 108."""
 CONNECT_TIMEOUT_S = 120.0
@@ -145,7 +148,8 @@ class WorkerLink(asyncio.Protocol):
                     *command,
                     "--socket",
                     address,
-                    stdin=asyncio.subprocess.DEVNULL,
+                    # Nothing is written to it: it ends with the front, however that ends.
+                    stdin=asyncio.subprocess.PIPE,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -359,7 +363,10 @@ class _Refusal(asyncio.Protocol):
 async def _listen(
     loop: asyncio.AbstractEventLoop, link: WorkerLink, run_dir: Path, cleanup: contextlib.ExitStack
 ) -> tuple[asyncio.Server, str]:
-    """A listening socket for one worker, and the address it is told."""
+    """A listening socket for one worker, and the address it is told.
+
+    No other start has this address, so the worker of a front that was killed here can't pass for this one's.
+    """
 
     def protocol() -> asyncio.Protocol:
         return _Refusal() if link.has_connected else link
@@ -368,11 +375,13 @@ async def _listen(
         server = await loop.create_server(protocol, "127.0.0.1", 0)
         host, port = server.sockets[0].getsockname()[:2]
         return server, f"{host}:{port}"
-    path = run_dir.resolve() / "worker.sock"
+    for left in run_dir.glob(SOCKETS):
+        left.unlink(missing_ok=True)
+    name = SOCKETS.replace("*", secrets.token_hex(8))
+    path = run_dir.resolve() / name
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         # A folder of its own, for the parent of all temporary files is open to everybody.
-        path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="swarm-"))) / "worker.sock"
-    path.unlink(missing_ok=True)
+        path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="swarm-"))) / name
     cleanup.callback(path.unlink, missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     # Whoever can write to the socket can pass for the worker; the run folder may be one that others can enter.

@@ -12,7 +12,6 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from swarm_engine import child
 from swarm_engine.config import Device, EngineConfig
 from swarm_engine.errors import WorkerError
 from swarm_engine.models.decoder import Decoder
@@ -38,7 +38,7 @@ from swarm_engine.types import BatchRecord, Episode
 if TYPE_CHECKING:
     from swarm_engine.ray_cluster import Room
 
-COMMAND = (sys.executable, "-m", "swarm_engine.trainer.other_rank")
+COMMAND = child.command("swarm_engine.trainer.other_rank")
 LOOPBACK = "127.0.0.1"
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """The ranks of a trainer but the first: they hold shards, do as the first one tells them, and end when it does.
 
-    python -m swarm_engine.trainer.other_rank
+    python -P -m swarm_engine.trainer.other_rank
 
 The process reads orders from its standard input, framed as `swarm_engine.protocol` has it, and ends when that closes.
 Where it can't go on it writes the reason to its standard output. Under Ray an actor gets the same orders.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,16 +210,77 @@ def test_a_secret_is_in_the_environment_of_a_job_and_in_no_file(tmp_path):
     assert not [path for path in status.log.parent.iterdir() if "hunter2" in path.read_text()]
 
 
-def test_a_command_that_is_not_there_says_so(tmp_path):
-    executor = LocalExecutor(tmp_path / "jobs", slots=1)
-    executor.submit("j1", JobSpec(("/no/such/program",), str(tmp_path), 10.0))
-    status = wait(executor, "j1", ended)
-    assert status.state is JobState.FAILED
-    assert "No such file" in status.cause
-
-
 def test_the_errors_of_a_job_are_its_tail(tmp_path):
     executor = LocalExecutor(tmp_path / "jobs", slots=1)
     executor.submit("j1", spec(tmp_path, "print('out'); raise ValueError('what went wrong')"))
     wait(executor, "j1", ended)
     assert executor.tail("j1", lines=1) == "ValueError: what went wrong"
+
+
+def home_spec(home: Path, code: str) -> JobSpec:
+    (home / "projects").mkdir(parents=True, exist_ok=True)
+    words = ("python", "-c", code, f"{home}/out", f"sqlite:///{home}/experiments.db", f"{home.parent}/a homely", "NEW")
+    return JobSpec(words, str(home / "projects"), 60.0, {"A3R_HOME": str(home)})
+
+
+SHOW = "import json, os, sys; json.dump([sys.argv[1:], os.getcwd(), os.environ['A3R_HOME']], open('said', 'w'))"
+
+
+def test_a_job_that_waited_while_its_home_was_moved_runs_in_the_home_as_it_is_now(tmp_path):
+    old, new = tmp_path / "a home", tmp_path / "another"
+    LocalExecutor(old / "jobs", slots=1).submit("j1", home_spec(old, SHOW))
+    old.rename(new)
+    executor = LocalExecutor(new / "jobs", slots=1)
+    executor.submit("j1", home_spec(new, SHOW))  # is the same job
+    assert wait(executor, "j1", ended).state is JobState.SUCCEEDED
+    words, folder, home = json.loads((new / "projects" / "said").read_text())
+    assert words == [f"{new}/out", f"sqlite:///{new}/experiments.db", f"{old}ly", "NEW"]
+    assert (folder, home) == (f"{new}/projects", str(new))
+    assert not old.exists()
+
+
+def test_a_copied_job_does_not_run_because_the_original_does_and_ending_it_ends_nothing(tmp_path):
+    home, copy = tmp_path / "home", tmp_path / "copy"
+    executor, other = LocalExecutor(home / "jobs", slots=1), LocalExecutor(copy / "jobs", slots=1)
+    executor.submit("j1", home_spec(home, "import time; time.sleep(60)"))
+    wait(executor, "j1", lambda status: status.pid is not None)
+    wait_for_json(home / "jobs" / "j1" / "child.json")
+    shutil.copytree(home, copy)
+    assert other.poll(["j1"])["j1"].state is JobState.LOST
+    other.cancel(["j1"])
+    assert executor.poll(["j1"])["j1"].state is JobState.RUNNING
+    executor.cancel(["j1"])
+
+
+def test_a_job_that_runs_while_its_home_is_moved_is_refused_and_can_be_ended_there(tmp_path):
+    old, new = tmp_path / "home", tmp_path / "moved"
+    executor = LocalExecutor(old / "jobs", slots=1)
+    executor.submit("j1", home_spec(old, "import time; time.sleep(60)"))
+    running = wait(executor, "j1", lambda status: status.pid is not None)
+    wait_for_json(old / "jobs" / "j1" / "child.json")
+    old.rename(new)
+    moved = LocalExecutor(new / "jobs", slots=1)
+    with pytest.raises(JobError, match=rf"j1 \(process {running.pid}\) still works in {old}.*a3r resume"):
+        moved.poll(["j1"])
+    moved.cancel(["j1"])
+    assert moved.poll(["j1"])["j1"].state is JobState.CANCELLED
+    assert not is_running(running.pid)
+    assert not old.exists()
+
+
+def wait_for_json(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("command", [("/no/such/program",), ("python", "-c", "pass")])
+def test_a_job_without_its_program_or_its_folder_was_not_started(tmp_path, command):
+    executor = LocalExecutor(tmp_path / "jobs", slots=1)
+    folder = tmp_path if command[0] != "python" else tmp_path / "gone"
+    executor.submit("j1", JobSpec(command, str(folder), 60.0))
+    status = wait(executor, "j1", ended)
+    assert status.state is JobState.NOT_STARTED
+    assert status.cause.startswith("could not be started: ")
+    assert "No such file or directory" in status.cause

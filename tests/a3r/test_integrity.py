@@ -118,11 +118,11 @@ def test_the_tail_of_a_job_is_read_line_by_line_and_noise_is_skipped(tmp_path):
     step = {"event": "step", "step": 3, "updates": 10, "metrics": {"reward_mean": 0.25}}
     log.write_text(f"hello\n[1, 2]\n{json.dumps(step)}\n" + '{"event": "evaluation", "temper')
     assert [event["event"] for _, event in tails.read([status])] == ["step"]
-    assert (tails.places["k"].step, tails.places["k"].reward, tails.places["k"].share) == (3, 0.25, 0.3)
+    assert (tails.places["k"].step, tails.places["k"].updates, tails.places["k"].reward) == (3, 10, 0.25)
     with log.open("a") as file:
         file.write('ature": 1, "mean": 0.5}\n')
     tails.read([status])
-    assert tails.places["k"].held_out == 0.5
+    assert (tails.places["k"].held_out, tails.places["k"].evaluations) == (0.5, 1)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -134,7 +134,7 @@ def test_what_a_job_warns_of_is_shown_while_it_runs(plan, tmp_path, is_terminal)
     )
     status = JobStatus("k1", JobState.RUNNING, "", log, started_at=time.time())
     run = store.RunView(
-        "e", "k", "cold", 1, 0, ExperimentStatus.RUNNING, None, Path(), "b", "j", "k1", RowState.RUNNING, 1, 0.0
+        "e", "k", "group_size=4", 1, 0, ExperimentStatus.RUNNING, None, "", "b", "j", "k1", RowState.RUNNING, 1, 0.0
     )  # fmt: skip
     console = Console(file=io.StringIO(), width=200, force_terminal=is_terminal, color_system=None)
     shown = (LiveReporter if is_terminal else PlainReporter)(console)
@@ -142,17 +142,48 @@ def test_what_a_job_warns_of_is_shown_while_it_runs(plan, tmp_path, is_terminal)
         shown.tell("jobs", stage=0, plan=plan, every=[run], runs=[run], statuses={"k1": status})
     shown.close()
     said = console.file.getvalue()
-    assert said.count("cold seed 1 warns after step 3: it fell") == 1
+    assert said.count("group_size=4 seed 1 warns after step 3: it fell") == 1
     assert ("collapse" in said) == is_terminal, "in the panel, as long as it lasts"
 
 
-def test_time_left_is_the_work_left_over_the_places(plan):
-    def view(seed: int, state: RowState | None, seconds: float) -> store.RunView:
-        status = ExperimentStatus.DONE if seconds else ExperimentStatus.RUNNING
-        return store.RunView("e", "k", "a", seed, 0, status, None, Path(), "b", "j", f"k{seed}", state, 1, seconds)
+def view(arm: str, seed: int, seconds: float | None) -> store.RunView:
+    """A run that took so many seconds, or that still runs."""
+    status = ExperimentStatus.RUNNING if seconds is None else ExperimentStatus.DONE
+    state = RowState.RUNNING if seconds is None else RowState.SUCCEEDED
+    stage = 0 if arm == "group_size=4" else 1
+    key = f"{arm}-{seed}"
+    return store.RunView("e", "k", arm, seed, stage, status, None, "", "b", "j", key, state, 1, seconds or 0.0)
 
-    every = [view(1, RowState.SUCCEEDED, 100.0), view(2, RowState.RUNNING, 0.0)]
-    running = {"k2": JobStatus("k2", JobState.RUNNING, "", Path(), started_at=time.time() - 50)}
-    # 6 runs of 100 s, one done and one half way: 450 s of work on 2 places.
-    assert time_left(plan, 0, every, running, {"k2": Place(1, 2)}) == pytest.approx(225, abs=1)
+
+def going(key: str, spent: float) -> dict[str, JobStatus]:
+    return {key: JobStatus(key, JobState.RUNNING, "", Path(), started_at=time.time() - spent)}
+
+
+def test_time_left_is_that_of_the_stage_on_its_places_and_then_of_the_next_one(plan):
+    # A run plays 4 x 64 games for updates and 7 x 20 in evaluations; after two updates 188 of the 396 are played.
+    every = [view("group_size=4", 1, 100.0), view("group_size=4", 2, None)]
+    left = time_left(plan, 0, every, going("group_size=4-2", 94), {"group_size=4-2": Place(2, 4)})
+    # It will take 198 s, so a run takes 149 s: one more beside it on 2 places, then three of the other arm, 2 and 1.
+    assert left == pytest.approx(149 + 2 * 149, abs=2)
     assert time_left(plan, 0, [], {}, {}) is None
+
+
+def test_a_run_that_takes_longer_than_others_has_time_left_until_its_last_evaluation(plan):
+    every = [
+        *(view("group_size=4", seed, 100.0) for seed in (1, 2, 3)),
+        *(view("group_size=8", s, 90.0) for s in (1, 2)),
+    ]
+    last = view("group_size=8", 3, None)
+    for place, spent, expected in (
+        (Place(4, 4), 356.0, 40.0),  # all updates, none of the two evaluations after them: 356 of 396
+        (Place(4, 4, evaluations=1), 376.0, 20.0),
+        (Place(), 30.0, 60.0),  # nothing is known of it but what the others of its arm took
+        (Place(), 80.0, 45.0),
+    ):
+        left = time_left(plan, 1, [*every, last], going("group_size=8-3", spent), {"group_size=8-3": place})
+        assert left == pytest.approx(expected, abs=2)
+
+
+def test_three_runs_on_two_places_take_as_long_as_two(plan):
+    every = [view("group_size=4", seed, 100.0) for seed in (1, 2, 3)]
+    assert time_left(plan, 1, every, {}, {}) == 200

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.server
 import json
 import multiprocessing
 import os
@@ -16,18 +17,24 @@ import shlex
 import shutil
 import signal
 import sqlite3
+import subprocess
+import threading
+import time
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import fake_lab
+import langsmith.utils as langsmith_env
 import pytest
 from fake_lab import Lab
+from langchain_core.tracers.langchain import wait_for_all_tracers
 from sqlmodel import col, delete, func, select
 
 from a3r import executor, store
 from a3r.decisions import affordable
 from a3r.errors import A3RError, PlanError, StoppedError, StudyBusyError, StudyVersionError
+from a3r.executor import supervise
 from a3r.graph.build import build_graph
 from a3r.graph.driver import drive, saver
 from a3r.graph.lease import lease
@@ -146,7 +153,7 @@ def test_no_effect_adds_seeds_once_and_then_says_what_it_can_not_tell(lab_in):
 def test_a_budget_that_is_used_up_adds_no_seeds(plan_of):
     plan = plan_of()
     run = store.RunView(
-        "e", "k", "a", 1, 0, ExperimentStatus.DONE, None, Path(), "b", "j", "k.1", JobState.SUCCEEDED, 1, 0.0
+        "e", "k", "a", 1, 0, ExperimentStatus.DONE, None, "", "b", "j", "k.1", JobState.SUCCEEDED, 1, 0.0
     )
 
     def can_add(seconds: float) -> bool:
@@ -309,6 +316,50 @@ def test_a_turned_down_plan_runs_nothing(lab_in):
     assert lab.go(study) is StudyStatus.ABANDONED, "an ended study stays ended"
 
 
+class Listener(http.server.BaseHTTPRequestHandler):
+    """Takes what tracing sends."""
+
+    def do_GET(self) -> None:
+        self.server.heard.append(self.path)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_tracing_variables_of_other_tools_send_nothing_of_a_study(lab_in, monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listener) as server:
+        server.heard = []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        for name in ("LANGSMITH_TRACING", "LANGSMITH_TRACING_V2", "LANGCHAIN_TRACING_V2", "LANGCHAIN_TRACING"):
+            monkeypatch.setenv(name, "true")
+        for name in ("LANGSMITH_ENDPOINT", "LANGCHAIN_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+            monkeypatch.setenv(name, url)
+        for name in ("LANGSMITH_API_KEY", "LANGCHAIN_API_KEY"):
+            monkeypatch.setenv(name, "lsv2_a_key")
+        langsmith_env.get_env_var.cache_clear()
+        lab = lab_in()
+        environments = []
+        build = lab.deps.workshop.build
+        lab.deps.workshop.build = lambda *words: environments.append(dict(os.environ)) or build(*words)
+        try:
+            assert lab.go(lab.begin(EXAMPLE)) is StudyStatus.DONE
+        finally:
+            wait_for_all_tracers()
+            langsmith_env.get_env_var.cache_clear()
+            server.shutdown()
+    assert server.heard == []
+    assert not [name for name in environments[0] if name.startswith(("LANGSMITH_", "LANGCHAIN_"))], "nor do its jobs"
+    assert os.environ["LANGSMITH_TRACING"] == "true"
+
+
 def test_a_plan_that_was_changed_between_showing_and_locking_is_refused(lab_in):
     lab = lab_in()
     study = lab.begin(EXAMPLE)
@@ -443,7 +494,9 @@ def test_the_command_that_repeats_a_study_says_all_that_was_wished_and_runs_noth
         *("--minutes", "20.5", "--jobs", "2", "--", EXAMPLE + HOSTILE),
     ]
     (line,) = [line for line in report.splitlines() if line.startswith("cd ")]
-    assert shlex.split(line, comments=True)[:3] == ["cd", str(paths.project("group_size=4")), "&&"]
+    where, _, _ = line.partition(" && ")
+    said = subprocess.run(["sh", "-c", f"{where} && pwd"], env={"A3R_HOME": str(home)}, capture_output=True, text=True)
+    assert said.stdout == f"{paths.project('group_size=4')}\n"
 
 
 def test_the_report_says_what_the_command_line_set_and_what_the_question_asked_for(answered):
@@ -575,6 +628,134 @@ def test_ctrl_c_cancels_what_runs_keeps_what_is_done_and_resume_goes_on(lab_in):
     runs = bundles.load(lab.deps.database, study).runs
     assert {run.arm: run.attempt for run in runs} == {"group_size=4": 1, "group_size=8": 2}
     assert "3 starts were repeated" in (lab.deps.home.study(study).report / "report.md").read_text()
+
+
+class PowerCut(BaseException):
+    """Ends a driver without its having time for anything."""
+
+
+def begin_and_cut_power(lab: Lab) -> str:
+    """A study with one job that was killed at work and two that wait, as nobody had time to end them."""
+    study, tell = lab.begin(EXAMPLE), lab.deps.tell
+
+    def cut(kind: str, /, **fields: Any) -> None:
+        tell(kind, **fields)
+        if kind == "jobs" and any(status.pid for status in fields["statuses"].values()):
+            raise PowerCut
+
+    lab.deps.tell = cut
+    with pytest.raises(PowerCut):
+        lab.go(study)
+    lab.deps.tell = tell
+    return study
+
+
+def end_jobs(home: Path) -> None:
+    for name in ("pid.json", "child.json"):
+        for path in home.glob(f"jobs/*/{name}"):
+            pid = json.loads(path.read_text())["pid"]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            while supervise.started_at_tick(pid):
+                time.sleep(0.01)
+
+
+def written(home: Path) -> dict[Path, tuple[int, int]]:
+    """When each file was written last, and its length."""
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in home.rglob("*") if path.is_file()}
+
+
+def as_written_before(lab: Lab) -> None:
+    """Give the rows whole paths, as earlier versions wrote them."""
+    with lab.deps.database.write() as session:
+        for run in session.exec(select(Experiment)):
+            run.run_dir = str(lab.deps.home.place(run.run_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("are_rows_whole_paths", [True, False])
+def test_a_study_in_a_home_that_was_moved_goes_on_inside_it(lab_in, tmp_path, are_rows_whole_paths):
+    lab = lab_in({"*": {"step_s": 0.1}} | EFFECT, processes=1)
+    home = lab.deps.home.root
+    study = begin_and_cut_power(lab)
+    if are_rows_whole_paths:
+        as_written_before(lab)
+    lab.deps.database.close()
+    end_jobs(home)
+    moved = home.rename(tmp_path / "another hömë")
+    there = Lab(moved, EFFECT, processes=2)
+    try:
+        assert there.go(study) is StudyStatus.DONE
+        assert leaf_of(there, study) is Leaf.SUPERIOR
+        assert all(checks(there, study).values())
+        assert sorted(run.attempt for run in bundles.load(there.deps.database, study).runs) == [1, 1, 1, 1, 1, 2]
+        assert len([*moved.glob(f"studies/{study}/runs/*/results.json")]) == 6
+    finally:
+        there.deps.database.close()
+    assert [path.name for path in tmp_path.iterdir()] == [moved.name], "nothing was written where the home was"
+
+
+@pytest.mark.slow
+def test_a_study_in_a_copied_home_goes_on_beside_the_other_and_neither_touches_the_other(lab_in, tmp_path):
+    lab = lab_in({"*": {"step_s": 0.1}} | EFFECT, processes=1)
+    home = lab.deps.home.root
+    study = begin_and_cut_power(lab)
+    as_written_before(lab)
+    # The job still runs in the original, and is only slow.
+    (job,) = (json.loads(path.read_text())["pid"] for path in home.glob("jobs/*/child.json"))
+    os.kill(job, signal.SIGSTOP)
+    # In a process of its own, for SQLite's locks are lost with any descriptor of this one.
+    subprocess.run(["cp", "-r", home, tmp_path / "copy"], check=True)
+    copy = Lab(tmp_path / "copy", EFFECT, processes=2)
+    try:
+        before = written(home)
+        assert copy.go(study) is StudyStatus.DONE
+        assert written(home) == before
+        assert all(checks(copy, study).values())
+        assert sorted(run.attempt for run in bundles.load(copy.deps.database, study).runs) == [1, 1, 1, 1, 1, 2]
+    finally:
+        copy.deps.database.close()
+        os.kill(job, signal.SIGCONT)
+    assert lab.go(study) is StudyStatus.DONE
+    assert all(checks(lab, study).values())
+    assert sorted(run.attempt for run in bundles.load(lab.deps.database, study).runs) == [1] * 6
+
+
+def test_a_study_whose_files_are_in_another_home_is_refused_and_nothing_is_written(answered, tmp_path):
+    lab, study = answered
+    with lab.deps.database.write() as session:
+        session.exec(select(Study)).one().status = StudyStatus.PAUSED
+    elsewhere = tmp_path / "elsewhere"
+    lab.deps.home = Home(elsewhere)
+    with pytest.raises(A3RError, match=f"was begun in another home than {elsewhere}.*--home"):
+        lab.go(study)
+    assert not elsewhere.exists()
+    assert store.study(lab.deps.database, study).status is StudyStatus.PAUSED
+
+
+@pytest.mark.slow
+def test_a_job_that_can_not_be_started_is_no_result_and_the_study_waits(lab_in):
+    lab = lab_in(EFFECT, processes=3)
+    study = lab.begin(EXAMPLE)
+    project = lab.deps.home.study(study).project("group_size=4")
+    tell = lab.deps.tell
+
+    def lose_the_project(kind: str, /, **fields: Any) -> None:
+        tell(kind, **fields)
+        if kind == "rendered":
+            shutil.rmtree(project)
+
+    lab.deps.tell = lose_the_project
+    with pytest.raises(A3RError, match=f"could not be started: .*No such file.*a3r resume {study}"):
+        lab.go(study)
+    row = store.study(lab.deps.database, study)
+    assert row.status is StudyStatus.PAUSED
+    assert "could not be started" in row.status_reason
+    lab.deps.tell = tell
+    plan = store.plan_of(lab.deps.database, study)
+    lab.deps.workshop.build(plan, plan.reference, project)
+    assert lab.go(study) is StudyStatus.DONE
+    assert leaf_of(lab, study) is Leaf.SUPERIOR
 
 
 def test_a_step_that_fails_says_so_and_can_be_done_again(lab_in):

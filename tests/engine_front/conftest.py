@@ -76,7 +76,7 @@ def serve_process(
     run_dir: Path, *words: str, worker: tuple[str, ...] = (), stdin: int | None = None, prefix: tuple[str, ...] = ()
 ) -> Process:
     """Start `swarm serve`, by a program that becomes it where a prefix names one, and wait until it listens."""
-    command = [*prefix, sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(run_dir), *words]
+    command = [*prefix, sys.executable, "-P", "-m", "swarm_engine.cli", "serve", "--run-dir", str(run_dir), *words]
     if worker:
         command += ["--worker", shlex.join(worker)]
     with log_of(run_dir).open("a") as log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -140,6 +141,14 @@ def test_a_config_that_nothing_would_read_is_refused(tmp_path: Path) -> None:
     found = RUN.invoke(app, command)
     assert found.exit_code == 2
     assert "add --start" in json.loads(found.stdout)["message"]
+
+
+def test_the_server_of_a_run_folder_is_not_that_of_its_copy(engine: Served, tmp_path: Path) -> None:
+    for name in ("server.json", "token.json"):
+        shutil.copy(engine.run_dir / name, tmp_path)
+    assert f"no server runs in {tmp_path}" in swarm("stop", "--run-dir", str(tmp_path), ok=False)
+    (tmp_path / "link").symlink_to(engine.run_dir)
+    assert "ROLLING" in swarm("status", "--run-dir", str(tmp_path / "link"))
 
 
 def test_an_unknown_episode_is_a_message_and_no_traceback(engine: Served) -> None:

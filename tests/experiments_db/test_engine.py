@@ -21,7 +21,7 @@ from sqlalchemy.exc import OperationalError
 from sqlmodel import Session, col, select
 
 from experiments_db import engine as engine_module
-from experiments_db.engine import HEAD, Database, file_system_of, open_database
+from experiments_db.engine import HEAD, Database, default_url, file_system_of, open_database
 from experiments_db.errors import (
     DamagedError,
     ExperimentsDbError,
@@ -31,7 +31,7 @@ from experiments_db.errors import (
     ReadOnlyError,
     UnavailableError,
 )
-from experiments_db.home import default_url, home_folder
+from experiments_db.home import home_folder
 from experiments_db.models import Decision, Note, Row, StageKind, Study, StudyKind
 from experiments_db.writes import add_decision, add_prereg, add_stage, create_study
 
@@ -145,6 +145,11 @@ def test_the_home_is_given_or_set_or_here(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("A3R_HOME", str(tmp_path / "set"))
     assert default_url() == f"sqlite:///{tmp_path}/set/experiments.db"
     assert home_folder(tmp_path / "given") == tmp_path / "given"
+    monkeypatch.setenv("A3R_HOME", str(tmp_path / "50%41 hömë#"))
+    with open_database() as database:
+        assert database.name == f"{tmp_path}/50%41 hömë#/experiments.db", "a name of signs that mean something in URLs"
+    with open_database(default_url()) as database:
+        assert database.name == f"{tmp_path}/50%41 hömë#/experiments.db"
     monkeypatch.setenv("A3R_HOME", "~no-such-user/x")
     with pytest.raises(UnavailableError, match="A3R_HOME"):
         home_folder()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -492,6 +493,13 @@ def test_a_run_is_shown_whole(database: Database, study: Study) -> None:
     assert detail.files == (("curve", "curve.png"),)
     assert [(one.detector, one.is_open) for one in detail.findings] == [("nan", True)]
     assert len(detail.plan_sha256) == 64
+    home = Path("/a home")
+    with database.read() as session:
+        placed = show_run(session, study.runs[0], home)
+        (listed,) = list_runs(session, ids=[study.runs[0]], home=home)
+    assert placed.files == (("curve", "/a home/curve.png"),)
+    assert placed.checkpoints == ("/a home/checkpoints/step-000002",)
+    assert placed.summary.run_dir == listed.run_dir == "/a home/runs/x"
 
 
 def test_warnings_and_what_was_left_out_are_told_as_they_count(database: Database) -> None:

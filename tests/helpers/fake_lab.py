@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -127,7 +126,6 @@ class Lab:
             executor=LocalExecutor(root / "jobs", processes) if processes else InProcessExecutor(root / "jobs"),
             catalogue=CATALOGUE,
             workshop=FakeWorkshop(effects or {}),
-            python=sys.executable,
             tell=lambda kind, /, **fields: self.told.append((kind, fields)),
         )
 

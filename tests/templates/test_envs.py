@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from vibe import library
@@ -63,6 +64,9 @@ class Game:
     def reach(self):
         import socket
         socket.create_connection(("127.0.0.1", 9))
+    def sleep(self):
+        open("asleep", "w").close()
+        time.sleep(600)
     def foreign(self):
         import ctypes
     def read(self):
@@ -367,6 +371,36 @@ def test_the_child_sees_no_environment_no_packages_and_another_folder(
     assert not any("site-packages" in path for path in seen["path"])
     assert not {"swarm_engine", "vibe", "httpx"} & set(seen["modules"])
     assert not Path(seen["cwd"]).exists(), "the scratch folder goes with the host"
+
+
+PLAYER = """
+import asyncio, sys
+from pathlib import Path
+from vibe.envs import EnvHost, Limits
+
+async def main():
+    async with EnvHost(Path(sys.argv[1]), {}, Limits(wall_s=600)) as host:
+        env = host.env()
+        await env.reset(1)
+        asleep = asyncio.ensure_future(env.step("sleep"))
+        while not (Path(host._scratch.name) / "asleep").exists():
+            await asyncio.sleep(0.01)
+        print(host.pid, flush=True)
+        await asleep
+
+asyncio.run(main())
+"""
+
+
+def test_a_game_that_sleeps_ends_with_whoever_plays_it(project: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PLAYER, str(project)], stdout=subprocess.PIPE, text=True) as player:
+        assert player.stdout
+        game = int(player.stdout.readline())
+        player.kill()
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(game) and psutil.Process(game).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it outlives the player"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("deed", ["reach", "foreign", "read", "spy", "spoil", "smuggle"])

@@ -16,6 +16,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import unquote
 
 from experiments_db.ulid import new_ulid
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     rng = random.Random(f"{effects['arm']}-{drawn}")
     top = effects["start"] + effects["rise"] + rng.gauss(0, effects["sd"])
     updates, every, games = effects["updates"], effects["eval_every"], effects["games"]
-    with contextlib.closing(sqlite3.connect(args.db.removeprefix("sqlite:///"), timeout=30)) as database:
+    with contextlib.closing(sqlite3.connect(unquote(args.db.removeprefix("sqlite:///")), timeout=30)) as database:
         tell_config(database, args.experiment, {"trainer": effects["trainer"], "seed": seed})
         for step in range(updates + 1):
             if step:

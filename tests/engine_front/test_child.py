@@ -1,0 +1,124 @@
+"""How processes of ours are started: nothing is imported from the current folder, and nothing outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import log_of, serve_process
+from test_lifecycle import wait_for_state, wait_until
+
+from swarm_engine import child
+from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink, _listen
+from swarm_engine.types import EngineState
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked, and Linux alone can be")
+
+PARENT = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); time.sleep(60)"
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def started_by_another(tmp_path: Path, code: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A process, and the child that it started; the child has run some code."""
+    file, told = tmp_path / "child_code.py", tmp_path / "pid"
+    file.write_text(f"import os, time\n{code}\nopen({str(told)!r}, 'w').write(f'{{os.getpid()}} ')\ntime.sleep(60)")
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *child.command(str(file))])
+    wait_until(lambda: told.exists() and told.read_text().endswith(" "))
+    return parent, int(told.read_text())
+
+
+def test_a_child_is_killed_with_its_parent(tmp_path: Path) -> None:
+    parent, pid = started_by_another(tmp_path, "")
+    assert is_running(pid)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_running(pid))
+
+
+def test_a_child_that_looks_after_itself_is_not(tmp_path: Path) -> None:
+    parent, pid = started_by_another(tmp_path, "from swarm_engine.child import outlive_parent; outlive_parent()")
+    parent.kill()
+    parent.wait()
+    time.sleep(0.2)
+    assert is_running(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_child_whose_parent_has_ended_before_its_first_instruction_runs_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "child_code.py"
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    ours, theirs = os.pipe()
+    os.close(theirs)
+    assert subprocess.run(child.command(str(file)), stdin=ours).returncode == 1
+    os.close(ours)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_each_start_has_an_address_of_its_own_and_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        addresses = []
+        for _ in range(2):
+            # Left as a kill leaves it: its way out is not taken.
+            server, address = await _listen(loop, WorkerLink(lambda _: None), tmp_path, contextlib.ExitStack())
+            assert stat.S_IMODE(os.stat(address).st_mode) == 0o600
+            addresses.append(Path(address))
+            server.close()
+        assert addresses[0] != addresses[1]
+        assert [*tmp_path.iterdir()] == [addresses[1]]
+
+    asyncio.run(main())
+
+
+HOSTILE = ("random", "queue", "secrets", "numpy", "logging", "typing", "asyncio", "torch", "ctypes", "runpy")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, whose files have names of modules and say so where they are imported."""
+    folder = tmp_path / "current"
+    folder.mkdir()
+    for name in HOSTILE:
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'imported')!r}, 'a').write('{name} '); 1 / 0")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize("package", ["vibe", "a3r"])
+def test_python_m_imports_nothing_of_ours_from_the_current_folder(hostile: Path, package: str) -> None:
+    said = subprocess.run([sys.executable, "-m", package, "--version"], capture_output=True, text=True)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert not (hostile / "imported").exists()
+
+
+def test_a_front_that_was_killed_in_its_workers_first_second_starts_again_and_imports_nothing_from_here(
+    hostile: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    first = serve_process(run_dir, "--start", worker=WORKER_COMMAND)
+    wait_until(lambda: len(psutil.Process(first.pid).children()) == 1)
+    (worker,) = psutil.Process(first.pid).children()
+    time.sleep(0.3)  # it is at its imports, which take seconds
+    first.stop(signal.SIGKILL)
+    wait_until(lambda: not is_running(worker.pid))
+    again = serve_process(run_dir, "--start", worker=WORKER_COMMAND)
+    with again.client() as client:
+        wait_for_state(client, EngineState.ROLLING, limit_s=60)
+    assert again.stop() == 0
+    assert "no front listens" not in (run_dir / "worker.log").read_text(), "the old worker lived on for a while"
+    assert "Traceback" not in log_of(run_dir).read_text()
+    assert not (hostile / "imported").exists()
