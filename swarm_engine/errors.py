@@ -4,6 +4,7 @@ SwarmEngineError
 ├── BadRequestError            400  a request that can't be served as it is
 │   ├── UnsupportedError            a field or value this server doesn't take
 │   └── ContextLengthError          the prompt leaves no room for a reply
+├── TemplateBoundError         400  the chat template makes more of the messages than it may
 ├── UnauthorizedError          401  no key, or a wrong one
 ├── ForbiddenError             403  the key's role may not do this
 ├── NotFoundError              404  no such thing
@@ -93,6 +94,13 @@ class ContextLengthError(BadRequestError):
             "shorten the messages, or end the episode as truncated",
             param=param,
         )
+
+
+class TemplateBoundError(SwarmEngineError):
+    """The chat template makes more of the messages than it may; no other form of them helps, so nobody tries one."""
+
+    status = 400
+    code = "template_refused"
 
 
 class UnauthorizedError(SwarmEngineError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 DISTRIBUTION = "a3r"
 
 
+@cache
 def installed_version() -> str:
     """The distribution's version; `unknown` where it runs from a folder that was never installed."""
     try:

@@ -166,22 +166,21 @@ class SlotSampler:
             return "the scripted sampler got no script to play; give one, or set sampler.backend to 'torch'"
         if self._backend is not SamplerBackend.SCRIPTED and request.script is not None:
             return f"a script was given to the {self._backend} sampler; set sampler.backend to 'scripted'"
+        if request.grammar is None:
+            return None
+        if self._grammars is None:
+            return "this sampler takes no grammar; make it with the policy's tokenizer"
         try:
-            self._constrain(request)
+            self._grammars.check(request.grammar)
         except BadRequestError as error:
             return str(error)
         return None
 
     def _constrain(self, request: Generate) -> Constraint | None:
-        """The start of the request's grammar; None where it has none.
-
-        Raises:
-            BadRequestError: the grammar is broken.
-        """
+        """The start of the request's grammar; None where it has none."""
         if request.grammar is None:
             return None
-        if self._grammars is None:
-            raise BadRequestError("this sampler takes no grammar", "make it with the policy's tokenizer")
+        assert self._grammars is not None, "the request was refused without"
         return self._grammars.start(request.grammar)
 
     def _start_waiting(self) -> list[Reply]:
@@ -344,11 +343,13 @@ class SlotSampler:
             ended = self._ended(running, token)
             if running.constraint is not None and token not in self._end_ids:
                 running.constraint.take(token)
-                if ended is FinishReason.STOP and not running.constraint.is_complete:
+                problem = _problem_at_end(running.constraint) if ended is FinishReason.STOP else None
+                if problem is not None:
                     self._free(running)
-                    problem = "the script ends before the grammar is complete; play one that fits it"
                     replies.append(Rejected(running.request.request_id, problem))
                     continue
+                if ended is None:
+                    running.constraint.prepare()
             if ended is not None:
                 replies += self._end(running, ended)
             elif running.request.is_streamed:
@@ -374,6 +375,8 @@ class SlotSampler:
 
     def _free(self, running: Running) -> None:
         del self._running[running.slot]
+        if running.constraint is not None:
+            running.constraint.close()
         self._cache.release(running.slot)
 
 
@@ -394,6 +397,16 @@ def _rule_out(requests: Sequence[Running], logits_B_V: Tensor) -> dict[int, str]
             continue
         logits_B_V[place].masked_fill_(torch.from_numpy(~is_allowed_V).to(logits_B_V.device), float("-inf"))
     return problems
+
+
+def _problem_at_end(constraint: Constraint) -> str | None:
+    """Why a script can't end here; None where it can."""
+    try:
+        if constraint.is_complete():
+            return None
+    except BadRequestError as error:
+        return str(error)
+    return "the script ends before the grammar is complete; play one that fits it"
 
 
 def _problem_of(running: Running, token: int, logprob: float) -> str | None:

@@ -40,6 +40,10 @@ class Follower:
             return logits_V
         return logits_V.masked_fill_(~is_allowed_V.to(logits_V.device), float("-inf"))
 
+    def close(self) -> None:
+        """The reply is over."""
+        self._constraint.close()
+
 
 def processor_for(followers: Mapping[str, Follower]) -> type[AdapterLogitsProcessor]:
     """The class that vLLM makes its logits processor of; it finds a request's follower by `KEY`."""

@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
@@ -169,7 +170,8 @@ class Host:
             from swarm_engine.sampler.vllm_grammar import Follower
 
             try:
-                check_llguidance(version("llguidance"))
+                check_llguidance(installed("llguidance"))
+                self._grammars.check(request.grammar)
                 self._followers[request.request_id] = Follower(self._grammars.start(request.grammar))
             except BadRequestError as error:
                 return [Rejected(request.request_id, str(error))]
@@ -244,7 +246,12 @@ class Host:
 
     def _forget(self, request_id: str) -> None:
         self._running.pop(request_id, None)
-        self._followers.pop(request_id, None)
+        if follower := self._followers.pop(request_id, None):
+            follower.close()
+
+
+installed = lru_cache(version)
+"""The version of a distribution; the files that tell it are read once."""
 
 
 def check_llguidance(found: str) -> None:

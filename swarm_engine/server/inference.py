@@ -7,10 +7,12 @@ noticed, its calls are cancelled and never trained, complete choices included.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -37,6 +39,7 @@ from swarm_engine.server.loaded import ServedPolicy
 from swarm_engine.tracker.messages import load_json
 from swarm_engine.tracker.tracker import Draft
 from swarm_engine.types import DEFAULT_AGENT
+from swarm_engine.waiting import TakesLongError
 
 Read = TypeVar("Read")
 Scope = MutableMapping[str, Any]
@@ -45,6 +48,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 PREFIX = "/e/"
 MAX_INLINE_BYTES = 32 * 1024
 """A longer body is read on another thread; with a slow tokenizer one of this length takes 50 ms."""
+MAX_READERS = 4
+ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
+"""That are no fault of a request."""
 MAX_AGENT_CHARS = 200
 MAX_UNREAD_BYTES = 64 * 1024
 """More than this goes out before the end of a stream, so that the end is held back where nobody reads."""
@@ -107,6 +113,8 @@ class InferenceApp:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        # Not the threads that the journal works on: whoever sends bodies that take long keeps these busy.
+        self._readers = ThreadPoolExecutor(MAX_READERS, "body")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -143,7 +151,10 @@ class InferenceApp:
             await send_json(send, error.status, error_body(error), [(b"allow", error.allow.encode())])
         except SwarmEngineError as error:
             await send_json(send, error.status, error_body(error))
-        except Exception:
+        except ENDINGS:
+            raise
+        except BaseException:
+            # Not `Exception` alone: what native code panics with is none, and ends one request like any other fault.
             log.exception("%s %s could not be answered", scope["method"], scope["path"])
             fault = InternalError()
             await send_json(send, fault.status, error_body(fault))
@@ -171,15 +182,17 @@ class InferenceApp:
         return models.anthropic_list(all_of_them) if is_anthropic else models.openai_list(all_of_them)
 
     async def _at_leisure(self, body: bytes, read: Callable[[], Read], target: Target, scope: Scope) -> Read:
-        """Read a body: a short one at once, a long one on a thread, so that others are answered meanwhile.
+        """Read a body: a short one at once; on a thread one that is long or asks for much, so that others are answered
+        meanwhile.
 
         Raises:
             EpisodeLostError: its episode was gone when it was read.
             SwarmEngineError: what `read` raises.
         """
         if len(body) <= MAX_INLINE_BYTES:
-            return read()
-        found = await asyncio.to_thread(read)
+            with contextlib.suppress(TakesLongError):
+                return read()
+        found = await asyncio.get_running_loop().run_in_executor(self._readers, read)
         self._authorize(target, scope["headers"])
         return found
 

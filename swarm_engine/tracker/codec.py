@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from swarm_engine.errors import BadRequestError, ContextLengthError, TokenizerError, UnsupportedError, shown
+from swarm_engine.errors import (
+    BadRequestError,
+    ContextLengthError,
+    TemplateBoundError,
+    TokenizerError,
+    UnsupportedError,
+    shown,
+)
 from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.forcing import forced_call, formed_answer
 from swarm_engine.tracker.formats import Reasoning, beyond, find_format, tag_pattern
@@ -158,15 +165,17 @@ class ChatCodec:
                 special_tokens[name] = text
         template = ChatTemplate(source, special_tokens, now)
         tool_template = None if tool_source is None else ChatTemplate(tool_source, special_tokens, now)
-        try:
-            codec = ChatCodec(tokenizer_json, template, end_ids, tool_template)
-        except TokenizerError as error:
-            raise TokenizerError(f"{folder}: {error.message}", error.hint) from error
-        codec.prove()
         # The check drives a tracker, which is built on this module.
         from swarm_engine.tracker.conformance import check_conformance
 
-        check_conformance(codec)
+        try:
+            codec = ChatCodec(tokenizer_json, template, end_ids, tool_template)
+            codec.prove()
+            check_conformance(codec)
+        except TokenizerError as error:
+            raise TokenizerError(f"{folder}: {error.message}", error.hint) from error
+        except TemplateBoundError as error:
+            raise TokenizerError(f"{folder}: {error.message}", "check the model's chat template") from error
         return codec
 
     def prove(self) -> None:

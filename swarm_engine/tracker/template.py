@@ -1,6 +1,7 @@
 """A model's chat template: Jinja in a sandbox, with the settings of transformers' `apply_chat_template`.
 
-The source of transformers, version 5.24, is the only specification there is.
+The source of transformers, version 5.24, is the only specification there is. Beyond it, what a template makes of a
+conversation is bounded in size and time (see `bounds`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from swarm_engine.errors import BadRequestError, TokenizerError
+from swarm_engine.errors import BadRequestError, TemplateBoundError, TokenizerError
 from swarm_engine.protocol import ADDITIONAL_TEMPLATES, CHAT_TEMPLATE
+from swarm_engine.tracker.bounds import MAX_SOURCE_CHARS, BoundedEnvironment, TooMuchError
 from swarm_engine.tracker.marks import BREAKER, SENTINEL
 from swarm_engine.tracker.messages import Message, Tool
+from swarm_engine.waiting import TakesLongError, is_event_loop
+
+MAX_TOLD_CHARS = 500
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the templates that transformers takes by itself, the second for requests with tools."""
@@ -70,17 +74,23 @@ class ChatTemplate:
         Raises:
             TokenizerError: the source is no valid template.
         """
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.add_filter("tojson", _to_json)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = now.strftime
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TokenizerError(
+                f"the chat template has {len(source)} characters, {MAX_SOURCE_CHARS} are taken",
+                "check the model's folder",
+            )
+        self._environment = environment
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # of Jinja, and of Python, which compiles what Jinja writes
             raise TokenizerError(
-                f"the chat template is not valid Jinja ({error})", "check the model's folder"
+                f"the chat template is not valid Jinja ({_told(error)})", "check the model's folder"
             ) from error
         self._special_tokens = dict(special_tokens)
 
@@ -89,9 +99,13 @@ class ChatTemplate:
 
         Raises:
             BadRequestError: the template refuses these messages.
+            TemplateBoundError: it makes more of them than it may.
+            TakesLongError: it may be too long for the event loop, which this is.
         """
         try:
-            rendered = self._template.render(
+            rendered = self._environment.render(
+                self._template,
+                is_waited_for=is_event_loop(),
                 messages=messages,
                 tools=list(tools) or None,
                 documents=None,
@@ -99,14 +113,28 @@ class ChatTemplate:
                 **self._special_tokens,
             )
             rendered.encode()  # a template may write half of a surrogate pair, which no tokenizer takes
-        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        except TakesLongError:
+            raise
+        except (TooMuchError, MemoryError) as error:
+            raise TemplateBoundError(
+                f"the model's chat template makes too much of these messages ({error or 'out of memory'})",
+                "shorten them; if it does so of short ones too, check the model's chat template",
+                param="messages",
+            ) from error
+        except Exception as error:  # a template can raise whatever Python has
             raise BadRequestError(
-                f"the model's chat template refuses these messages ({error})",
+                f"the model's chat template refuses these messages ({_told(error)})",
                 "check the order of the roles and which roles this model knows",
                 code="template_refused",
                 param="messages",
             ) from error
         return rendered
+
+
+def _told(error: Exception) -> str:
+    """What an error says; a template can make it as long as a conversation."""
+    said = str(error) or type(error).__name__
+    return said if len(said) <= MAX_TOLD_CHARS else said[:MAX_TOLD_CHARS] + " …"
 
 
 def simpler_message(message: Message) -> Message:

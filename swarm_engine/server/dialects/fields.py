@@ -211,9 +211,8 @@ def items(value: Any, where: str) -> Sequence[tuple[str, Mapping[str, Any]]]:
 
 
 def blaming(name: str, make: Callable[[], T]) -> T:
-    """What `make` returns; its refusal names the field it was made for."""
+    """What `make` returns; its refusal names the field it was made for, also where an API has no place for that."""
     try:
         return make()
     except BadRequestError as error:
-        error.param = name
-        raise
+        raise type(error)(f"{name}: {error.message}", error.hint, code=error.code, param=name) from error
