@@ -65,7 +65,8 @@ def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_j
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             give_up(f"no server runs in {folder}; start one with `swarm serve --run-dir {folder}`", FAILED, as_json)
     try:
-        return SwarmClient(str(url), read_token(token_file or folder / "token.json"))
+        # Who sits in front of it starts a server that is gone, and asks again.
+        return SwarmClient(str(url), read_token(token_file or folder / "token.json"), reconnect_s=0)
     except (AddressError, TokenFileError) as error:
         give_up(str(error), FAILED, as_json)
 

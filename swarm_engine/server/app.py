@@ -202,6 +202,7 @@ def build_control(engine: Engine, tokens: Tokens, crowd: Crowd) -> FastAPI:
             code_version=body.code_version,
             tags=body.tags,
             script=None if body.script is None else tuple(map(as_script, body.script)),
+            claim_key=body.claim_key,
         )
         given = await engine.roster.claim(wanted, 0)
         if not isinstance(given, LiveEpisode) and body.wait_s > 0:
@@ -346,7 +347,7 @@ async def claim_unless_gone(
         if not claiming.cancelled() and claiming.exception() is None:
             given = claiming.result()
             if isinstance(given, LiveEpisode):
-                engine.roster.abort(given.episode_id, "client_gone")
+                engine.roster.let_go(given)
         raise NotFoundError("the caller is gone")
     finally:
         gone.cancel()
