@@ -120,6 +120,16 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option("--allow-host", help="Another name this server answers to.")
     ] = None,
+    public_url: Annotated[
+        str | None,
+        typer.Option("--public-url", help="Where agents reach it; by default the address that a claim came by."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="Serve TLS with this certificate, a PEM file.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", help="Its key, where it is not in the same file.")
+    ] = None,
     worker: Annotated[str | None, typer.Option(help="Another worker program; --socket ADDRESS is appended.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -140,6 +150,8 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if config is not None and not start:
         give_up("--config is for the start of the engine; add --start, or give it to `swarm start`", USAGE, as_json)
+    if tls_key is not None and tls_cert is None:
+        give_up("--tls-key is the key of a certificate; add --tls-cert", USAGE, as_json)
     raw = read_config(config, as_json)
     try:
         parsed = None if raw is None else EngineConfig.model_validate(raw)
@@ -155,6 +167,9 @@ def serve(
         is_started=start,
         exits_with_stdin=exit_with_stdin,
         allowed_hosts=tuple(allow_host or ()),
+        public_url=public_url,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
         worker_command=tuple(shlex.split(worker or "")) or WORKER_COMMAND,
     )
 

@@ -86,8 +86,6 @@ class Engine:
         self.state = EngineState.OFFLINE
         self.reason: str | None = None
         """Why it is FAILED."""
-        self.base_url = ""
-        """Where clients reach this server; set when it listens."""
         self._worker_command = worker_command
         self._config: EngineConfig | None = None
         """The last one started with; None before the run folder's first start."""
