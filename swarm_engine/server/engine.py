@@ -32,6 +32,7 @@ from swarm_engine.errors import (
     JournalError,
     ModelError,
     NotFoundError,
+    ServerClosingError,
     SwarmEngineError,
     WorkerDiedError,
 )
@@ -689,7 +690,7 @@ class Engine:
 
     def _unavailable(self) -> EngineUnavailableError:
         if self._closing.is_set():
-            return EngineUnavailableError("the server is going down", "start it again", code="server_closing")
+            return ServerClosingError()
         again = "again " if self.state is EngineState.FAILED else ""
         start = f"start it {again}with `swarm start` or POST /swarm/v1/engine/start"
         if self.state is EngineState.FAILED:
