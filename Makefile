@@ -43,7 +43,7 @@ test: $(VENV)/installed-dev
 # their own. vLLM's has an older transformers, so what depends on that runs there too.
 test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed $(VLLM)/installed $(RAY)/installed $(TRL)/installed
 	OMP_NUM_THREADS=1 scripts/with_postgres $(BIN)/pytest -m heavy tests/experiments_db
-	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks tests/engine_front/test_restarts.py
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks
 	A3R_VLLM_PYTHON=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m heavy tests/vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engine_worker/test_models.py tests/engine_worker/test_tree.py
 	A3R_VLLM_PYTHON=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(RAY)/bin/pytest -m heavy tests/ray

@@ -77,7 +77,7 @@ def test_claims_of_one_key_that_wait_side_by_side_get_one_episode_whichever_call
 
             async def are_waiting(count: int) -> None:
                 assert served.front is not None
-                while len(served.front.engine.roster._waiters) < count:
+                while len(served.front.engine.roster._waiters) != count:
                     await asyncio.sleep(0.01)
 
             waiting = [ask("k"), ask("k")]
@@ -85,6 +85,7 @@ def test_claims_of_one_key_that_wait_side_by_side_get_one_episode_whichever_call
             third = ask("k")
             await are_waiting(3)
             third.cancel()  # its caller leaves while it waits
+            await are_waiting(2)
             with served.client() as client:
                 client._control("POST", f"/episodes/{held.pop().episode_id}/abort")
             answers = [(await one).json() for one in waiting]

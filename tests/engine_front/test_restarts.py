@@ -1,7 +1,7 @@
 """`client.run` outlives its server: whatever an agent raises, what was lost is played again, and nothing twice.
 
-The agents speak through SDKs with their own errors and their own ideas of when to ask again. LangChain's needs the
-environment of the frameworks, so that one is heavy.
+The agents speak through SDKs with their own errors and their own ideas of when to ask again; LangChain's does so in
+tests/frameworks, whose environment has it.
 """
 
 from __future__ import annotations
@@ -51,12 +51,6 @@ def by_openai(episode: SyncEpisode) -> None:
 def by_anthropic(episode: SyncEpisode) -> None:
     with anthropic.Anthropic(base_url=episode.base_url, api_key=episode.api_key) as api:
         api.messages.create(model="policy", messages=HI, max_tokens=12)
-
-
-def by_langchain(episode: SyncEpisode) -> None:
-    from langchain_openai import ChatOpenAI
-
-    ChatOpenAI(model="policy", base_url=episode.base_url, api_key=episode.api_key).invoke("hi")  # type: ignore[arg-type]
 
 
 def by_chat(episode: SyncEpisode) -> None:
@@ -114,10 +108,14 @@ def drop(served: Served, episode_id: str) -> None:
         pytest.param(by_chat, id="chat"),
         pytest.param(hidden(by_openai), id="hidden"),
         pytest.param(swallowed(by_openai), id="swallowed"),
-        pytest.param(by_langchain, id="langchain", marks=pytest.mark.heavy),
     ],
 )
 def test_an_episode_that_is_lost_is_played_again_whatever_its_agent_raises(rolling: Served, ask: Ask) -> None:
+    lose_one(rolling, ask)
+
+
+def lose_one(rolling: Served, ask: Ask) -> None:
+    """Run an agent whose first episode is lost under it."""
     played: list[str] = []
 
     def rollout(episode: SyncEpisode, _: Task) -> None:
@@ -223,16 +221,13 @@ def run_async(served: Served, tasks: list[Task], on_episode: Callable[[EpisodeRe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "agents",
-    [
-        pytest.param((by_openai, by_anthropic, by_chat), id="core"),
-        pytest.param((by_openai, by_anthropic, by_langchain), id="frameworks", marks=pytest.mark.heavy),
-    ],
-)
-def test_runs_of_both_clients_end_with_every_group_complete_however_often_the_server_is_killed(
-    tmp_path: Path, agents: tuple[Ask, ...]
-) -> None:
+def test_runs_of_both_clients_end_with_every_group_complete_however_often_the_server_is_killed(tmp_path: Path) -> None:
+    met = run_through_kills(tmp_path, (by_openai, by_anthropic, by_chat))
+    assert met["openai"] + met["anthropic"] > 0
+
+
+def run_through_kills(tmp_path: Path, agents: tuple[Ask, ...]) -> Counter[str]:
+    """Run agents through three ends of their server; returns whose errors they met how often."""
     server = Restarted(tmp_path, CONFIG)
     ended: list[EpisodeResult] = []
     met: Counter[str] = Counter()
@@ -277,14 +272,13 @@ def test_runs_of_both_clients_end_with_every_group_complete_however_often_the_se
             assert client.completed() == {task.task_id: 2 for task in (*tasks, *others)}
     finally:
         server.kill(signal.SIGTERM)
-    print(dict(met))
-    assert met["openai"] + met["anthropic"] > 0
     assert Counter(result.task_id for result in results) == {task.task_id: 2 for task in (*tasks, *others)}
     check_journal(server.run_dir)
     events, step_of, _ = read_journal(server.run_dir)
     ends = [payload["episode_id"] for _, kind, payload in events if kind == "episode"]
     assert sorted(ends) == sorted(result.episode_id for result in results) == sorted(step_of)
     assert sum(kind == "server" for _, kind, _ in events) == 4
+    return met
 
 
 def test_a_server_that_does_not_come_back_ends_the_run_after_the_stated_time(tmp_path: Path) -> None:
