@@ -19,7 +19,9 @@ TIMEOUT = httpx.Timeout(connect=10.0, read=None, write=60.0, pool=None)
 RECONNECT_S = 60.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
-CLOSING_CODE = "server_closing"
+AWAY_CODES = ("server_closing", "too_many_connections")
+"""Of answers by a server that takes nothing in for now."""
+LOCKED_CODE = "journal_locked"
 OFFLINE_CODE = "engine_offline"
 
 Transport = TypeVar("Transport")
@@ -82,8 +84,8 @@ class Reconnection:
     """How long a client waits for a server that it has lost: one clock for all its requests.
 
     It begins with the first request that nobody answers, and an answer sets it back. A server that never answered is
-    not waited for: its address is wrong, or it was never started. One that says that it is going down counts as gone,
-    and an engine that is off after its server was gone as not back yet.
+    not waited for: its address is wrong, or it was never started. One that says that it is going down, has no room or
+    can't use its journal for now counts as gone, and an engine that is off after its server was gone as not back yet.
     """
 
     def __init__(self, reconnect_s: float) -> None:
@@ -115,10 +117,11 @@ class Reconnection:
         Raises:
             SwarmUnavailableError: it is not sent again: the error itself, or that the limit is reached.
         """
-        if isinstance(error, NoAnswerError) or error.code == CLOSING_CODE:
+        if isinstance(error, NoAnswerError) or error.code in (*AWAY_CODES, LOCKED_CODE):
             if not self._is_lost:
                 self._is_lost, self._lost_at = True, now
-            is_awaited = is_repeatable or not (isinstance(error, NoAnswerError) and error.is_sent)
+            is_unsent = not error.is_sent if isinstance(error, NoAnswerError) else error.code in AWAY_CODES
+            is_awaited = is_repeatable or is_unsent
         else:
             self.heard()
             is_awaited = error.code == OFFLINE_CODE

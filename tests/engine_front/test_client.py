@@ -480,7 +480,11 @@ def test_a_server_is_waited_for_in_growing_pauses_up_to_the_limit_counted_from_i
         pause(refusal("engine_failed"), 105.0)
     with pytest.raises(SwarmUnavailableError):
         pause(refusal("engine_offline"), 110.0)
-    assert pause(refusal("server_closing"), 200.0, is_repeatable=False) == 0.05
+    for code in ("server_closing", "too_many_connections"):
+        assert pause(refusal(code), 200.0, is_repeatable=False) == 0.05
+    assert pause(refusal("journal_locked"), 200.0) == 0.05
+    with pytest.raises(SwarmUnavailableError):
+        pause(refusal("journal_locked"), 200.0, is_repeatable=False)
     with pytest.raises(ValueError, match="reconnect_s is -1"):
         Reconnection(-1)
 
