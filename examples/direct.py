@@ -3,19 +3,19 @@
     swarm serve --run-dir .a3r/swarm      (in another terminal)
     python examples/direct.py .a3r/swarm
 
-The mean reward of each update is printed at the end."""
+The mean reward of each update is printed at the end. The swarm is reached past proxies that HTTP_PROXY names."""
 
 import json
 import sys
 from pathlib import Path
 
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from swarm_engine.client import SwarmClient, SyncEpisode, Task
 
 CONFIG = {"policies": {"policy": {"model": "nano-tictactoe"}}, "trainer": {"group_size": 8, "tasks_per_update": 4}}
 TASKS = [Task(f"game-{number}", {"question": f"Game {number}. Your move?"}) for number in range(4)]
-AGENT = OpenAI(base_url="http://set-by-the-episode", api_key="set-by-the-episode")
+AGENT = OpenAI(base_url="http://set-later", api_key="set-later", http_client=DefaultHttpxClient(trust_env=False))
 
 
 def play(episode: SyncEpisode, task: Task) -> None:

@@ -63,7 +63,7 @@ def url_of(run_dir: Path) -> str | None:
         known = json.loads((run_dir / "server.json").read_text(encoding="utf-8"))
         url, its_folder = str(known["url"]), Path(known["run_dir"])
         is_copy = its_folder.exists() and not its_folder.samefile(run_dir)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return None if is_copy else url
 
@@ -76,7 +76,8 @@ def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_j
     if url is None:
         give_up(f"no server runs in {folder}; start one with `swarm serve --run-dir {folder}`", FAILED, as_json)
     try:
-        return SwarmClient(url, read_token(token_file or folder / "token.json"))
+        # Who sits in front of it starts a server that is gone, and asks again.
+        return SwarmClient(url, read_token(token_file or folder / "token.json"), reconnect_s=0)
     except (AddressError, TokenFileError) as error:
         give_up(str(error), FAILED, as_json)
 
@@ -130,6 +131,16 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option("--allow-host", help="Another name this server answers to.")
     ] = None,
+    public_url: Annotated[
+        str | None,
+        typer.Option("--public-url", help="Where agents reach it; by default the address that a claim came by."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option("--tls-cert", help="Serve TLS with this certificate, a PEM file.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option("--tls-key", help="Its key, where it is not in the same file.")
+    ] = None,
     worker: Annotated[str | None, typer.Option(help="Another worker program; --socket ADDRESS is appended.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -150,6 +161,8 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if config is not None and not start:
         give_up("--config is for the start of the engine; add --start, or give it to `swarm start`", USAGE, as_json)
+    if tls_key is not None and tls_cert is None:
+        give_up("--tls-key is the key of a certificate; add --tls-cert", USAGE, as_json)
     raw = read_config(config, as_json)
     try:
         parsed = None if raw is None else EngineConfig.model_validate(raw)
@@ -165,6 +178,9 @@ def serve(
         is_started=start,
         exits_with_stdin=exit_with_stdin,
         allowed_hosts=tuple(allow_host or ()),
+        public_url=public_url,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
         worker_command=tuple(shlex.split(worker or "")) or WORKER_COMMAND,
     )
 

@@ -16,7 +16,8 @@ SwarmEngineError
 ├── WrongHostError             421  the Host header names another server
 ├── InvalidError               422  well-formed, but a value makes no sense
 ├── InternalError              500  a fault of the server's own
-├── EngineUnavailableError     503  the engine is off, failed or going down
+├── EngineUnavailableError     503  the engine is off or failed
+│   └── ServerClosingError          the server is going down
 ├── CrowdedError               503  the server has no room for another connection
 ├── JournalError               507  the journal can't be written, so nothing can be promised
 │   ├── JournalLockedError     503  another program holds it locked
@@ -186,10 +187,19 @@ class InternalError(SwarmEngineError):
 
 
 class EngineUnavailableError(SwarmEngineError):
-    """The engine is off, failed or going down."""
+    """The engine is off or failed."""
 
     status = 503
     code = "engine_unavailable"
+
+
+class ServerClosingError(EngineUnavailableError):
+    """The server is going down; clients wait for it to come back."""
+
+    code = "server_closing"
+
+    def __init__(self) -> None:
+        super().__init__("the server is going down", "start it again")
 
 
 class CrowdedError(SwarmEngineError):

@@ -177,7 +177,7 @@ class Run:
         """
         async with contextlib.AsyncExitStack() as stack:
             swarm = await stack.enter_async_context(self._connect())
-            client = await stack.enter_async_context(AsyncSwarmClient(swarm.url, swarm.token))
+            client = await stack.enter_async_context(AsyncSwarmClient(swarm.url, swarm.token, reconnect_s=0))
             live = LiveSwarm(swarm, client, await self._config_with_weights(swarm))
             await stack.enter_async_context(background(live.progress.follow(client)))
             await stack.enter_async_context(collected(swarm, client, self.settings))

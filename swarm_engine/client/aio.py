@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -18,14 +18,12 @@ from swarm_engine.client.errors import (
     EpisodeLostError,
     EpisodeNotEndedError,
     SwarmError,
+    SwarmRequestError,
     SwarmUnavailableError,
 )
-from swarm_engine.client.http import HttpError, HttpPool
+from swarm_engine.client.http import RECONNECT_S, TIMEOUT, Lanes, Reconnection, no_answer, request_of
 from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome, well_formed
 
-MAX_CONNECTIONS = 1024
-TIMEOUT = httpx.Timeout(connect=10.0, read=None, write=60.0, pool=None)
-"""Replies may take minutes on a small machine, and long polls and event streams are quiet by design."""
 STATUS_POLL_S = 0.05
 CANCEL_GRACE_S = 0.25
 """How long a cancelled claim waits for an answer that may be on its way."""
@@ -111,7 +109,8 @@ class Episode:
         """
         url = wire.chat_url(self._lease.base_url, agent)
         body = wire.chat_body(messages, policy, temperature, max_tokens, seed, stop, script)
-        answer = wire.read_chat(await self._client._request("POST", url, body, self._auth))
+        # Asked again where the connection died: of equal requests the server trains the one whose reply was used.
+        answer = wire.read_chat(await self._client._request("POST", url, body, self._auth, is_repeatable=True))
         self._last_sign = asyncio.get_running_loop().time()
         return answer
 
@@ -133,7 +132,7 @@ class Episode:
             SwarmRequestError: the reward makes no sense, or it has ended differently before.
         """
         body = wire.end_body(reward, outcome, metrics, step_rewards)
-        answer = await self._client._control("POST", f"/episodes/{self.episode_id}/end", body)
+        answer = await self._client._control("POST", f"/episodes/{self.episode_id}/end", body, is_repeatable=True)
         self.result = wire.EpisodeResult(
             task_id=self.task_id,
             group_id=self.group_id,
@@ -152,9 +151,8 @@ class Episode:
         self.is_given_up = True
         self._client._live.pop(self.episode_id, None)
         with contextlib.suppress(EpisodeLostError):
-            await self._client._control(
-                "POST", f"/episodes/{self.episode_id}/abort", {"reason": well_formed(reason)[:500]}
-            )
+            path, body = f"/episodes/{self.episode_id}/abort", {"reason": well_formed(reason)[:500]}
+            await self._client._control("POST", path, body, is_repeatable=True)
 
     async def __aenter__(self) -> Self:
         return self
@@ -169,23 +167,25 @@ class Episode:
         with contextlib.suppress(SwarmError):
             await asyncio.shield(asyncio.ensure_future(self.abort(reason)))
         if kind is None:
-            raise EpisodeNotEndedError(
-                f"episode {self.episode_id!r} of task {self.task_id!r} was left without a reward; call "
-                "end(reward=...), or end(reward=None) where it can't be judged"
-            )
+            raise wire.not_ended(self.episode_id, self.task_id)
 
 
 class AsyncSwarmClient:
     """A client of one server. Use it as a context manager, or call `aclose`."""
 
-    def __init__(self, url: str, token: str, *, client_id: str | None = None) -> None:
+    def __init__(self, url: str, token: str, *, client_id: str | None = None, reconnect_s: float = RECONNECT_S) -> None:
+        """Name the server; nothing is sent yet.
+
+        Args:
+            reconnect_s: a server that has answered and is gone is waited for so long, and its engine to be started.
+        """
         self.url = wire.read_address(url)
         self.client_id = client_id or f"client-{uuid.uuid4().hex[:8]}"
         self._auth = wire.bearer(token)
-        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
-        # Proxies of the environment are for the world outside; a swarm is reached directly.
-        self._http = httpx.AsyncClient(limits=limits, timeout=TIMEOUT, trust_env=False)
-        self._plain = HttpPool()
+        self._lanes = Lanes(httpx.AsyncHTTPTransport)
+        self._reconnection = Reconnection(reconnect_s)
+        self._finished: Counter[str] = Counter()
+        """Train episodes by task of the runs that have ended well."""
         self._live: dict[str, Episode] = {}
         self._beating: asyncio.Task[None] | None = None
 
@@ -200,24 +200,40 @@ class AsyncSwarmClient:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait({self._beating})
-        self._plain.close()
-        await self._http.aclose()
+        for lane in self._lanes.lanes:
+            await lane.aclose()
 
-    async def _request(self, method: str, url: str, body: Any, headers: Mapping[str, str]) -> Any:
-        content = b"" if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-        headers = {**headers, "content-type": "application/json"}
+    async def _request(
+        self, method: str, url: str, body: Any, headers: Mapping[str, str], *, is_repeatable: bool
+    ) -> Any:
+        """The answer to a request, which is sent again where the server is gone and comes back in time."""
+        num_tries = 0
+        while True:
+            try:
+                return await self._send(method, url, body, headers)
+            except SwarmUnavailableError as error:
+                now = asyncio.get_running_loop().time()
+                pause_s = self._reconnection.pause_s(error, is_repeatable=is_repeatable, num_tries=num_tries, now=now)
+            await asyncio.sleep(pause_s)
+            num_tries += 1
+
+    async def _send(self, method: str, url: str, body: Any, headers: Mapping[str, str]) -> Any:
+        request = request_of(method, url, body, headers)
         try:
-            if url.startswith("http:"):
-                return wire.read_answer(*await self._plain.request(method, url, content, headers))
-            answer = await self._http.request(method, url, content=content, headers=headers)
-        except (HttpError, httpx.TransportError) as error:
-            raise SwarmUnavailableError(
-                f"no answer from {self.url} ({type(error).__name__}: {error}); is the swarm running?"
-            ) from error
-        return wire.read_answer(answer.status_code, answer.content)
+            with self._lanes.lane() as lane:
+                answer = await lane.handle_async_request(request)
+                content = await answer.aread()
+        except httpx.TransportError as error:
+            raise no_answer(self.url, error) from error
+        if answer.status_code not in wire.UNAVAILABLE_STATUS:
+            self._reconnection.heard()
+        return wire.read_answer(answer.status_code, content)
 
-    async def _control(self, method: str, path: str, body: Any = None) -> Any:
-        return await self._request(method, f"{self.url}{wire.CONTROL}{path}", body, self._auth)
+    async def _control(self, method: str, path: str, body: Any = None, *, is_repeatable: bool = False) -> Any:
+        is_repeatable = is_repeatable or method == "GET"
+        return await self._request(
+            method, f"{self.url}{wire.CONTROL}{path}", body, self._auth, is_repeatable=is_repeatable
+        )
 
     async def status(self) -> wire.Status:
         """What the engine does now."""
@@ -285,7 +301,10 @@ class AsyncSwarmClient:
         url = f"{self.url}{wire.CONTROL}/events?after={after}&follow={str(follow).lower()}"
         reader = wire.EventReader()
         try:
-            async with self._http.stream("GET", url, headers=self._auth) as answer:
+            async with (
+                httpx.AsyncClient(transport=self._lanes.make(), timeout=TIMEOUT) as http,
+                http.stream("GET", url, headers=self._auth) as answer,
+            ):
                 if answer.status_code >= 400:
                     wire.read_answer(answer.status_code, await answer.aread())
                 async for chunk in answer.aiter_bytes():
@@ -318,11 +337,17 @@ class AsyncSwarmClient:
         """
         clock = asyncio.get_running_loop().time
         deadline = None if wait_s is None else clock() + wait_s
+        key = uuid.uuid4().hex
         while True:
             left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - clock())
             poll_s = min(left, wire.MAX_POLL_S)
-            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, script, policies, poll_s)
-            lease = await self._ask_for_lease(task_id, body)
+            body = wire.claim_body(self.client_id, key, task_id, mode, group_id, tags, script, policies, poll_s)
+            try:
+                lease = await self._ask_for_lease(task_id, body)
+            except EpisodeLostError:
+                # The answer that named its episode was lost, and since then the episode.
+                key = uuid.uuid4().hex
+                continue
             if isinstance(lease, wire.Lease):
                 episode = Episode(self, lease)
                 self._live[lease.episode_id] = episode
@@ -334,7 +359,7 @@ class AsyncSwarmClient:
 
     async def _ask_for_lease(self, task_id: str, body: Mapping[str, Any]) -> wire.Lease | ClaimReason:
         """One claim. A caller that is cancelled meanwhile leaves no episode behind."""
-        asking = asyncio.ensure_future(self._control("POST", "/episodes", body))
+        asking = asyncio.ensure_future(self._control("POST", "/episodes", body, is_repeatable=True))
         try:
             return wire.read_claim(task_id, await asyncio.shield(asking))
         except asyncio.CancelledError:
@@ -377,7 +402,9 @@ class AsyncSwarmClient:
                 if clock() - episode._last_sign < episode._lease.lease_s * QUIET_SHARE:
                     continue
                 try:
-                    await self._control("POST", f"/episodes/{episode.episode_id}/heartbeat")
+                    # Not sent again: the next beat comes, and nobody who closes the client waits for it.
+                    path = f"{self.url}{wire.CONTROL}/episodes/{episode.episode_id}/heartbeat"
+                    await self._send("POST", path, None, self._auth)
                     episode._last_sign = clock()
                 except EpisodeLostError:
                     # Whoever works on it learns so from its next call.
@@ -398,42 +425,49 @@ class AsyncSwarmClient:
         on_episode: OnEpisode | None = None,
         is_partial: bool = False,
         resume: bool = False,
+        epoch: int | None = None,
     ) -> list[wire.EpisodeResult]:
         """Play every task `group_size` times, up to `concurrency` episodes side by side.
 
-        Claims go out in the order of the tasks, so a lockstep run repeats itself. An episode that is lost is played
-        again; any other exception of a rollout ends the run after the others were aborted.
+        Claims go out in the order of the tasks, so a lockstep run repeats itself. Where a rollout raises, the server is
+        asked: an episode that is gone there is played again, whatever the exception; one that runs is aborted, and the
+        exception ends the run after the others were aborted. One that its rollout aborts is played again too.
 
         Args:
             is_partial: in training, the episodes fill up groups that others have begun or will fill, so `group_size`
                 need not be the server's.
-            resume: in training, leave out the episodes that are completed on the server already: a program that was
-                killed goes on with the same tasks where it was.
+            resume: in training, leave out what the server has completed of this pass over the tasks, which is what it
+                has completed of them beyond the passes before it. Those are the runs that this client has finished: a
+                program that is started again from its beginning goes on where it was.
+            epoch: with `resume`, the number of passes before this one, for a program that begins elsewhere.
 
         Returns:
             One result an episode that was played, in the order of tasks and places.
 
         Raises:
             GroupSizeError: in training, the server's groups have another size, so the run would fill none.
+            ReplayLimitError: one place's episodes were lost more than `wire.MAX_REPLAYS` times.
+            SwarmUnavailableError: the engine is off or failed, or the server did not come back in time.
+            ValueError: `resume` or `epoch` makes no sense here.
         """
+        wire.check_resume(resume, epoch, mode)
         if mode is Mode.TRAIN and not is_partial:
             wire.check_group_size(await self.status(), group_size)
-        completed = await self.completed() if resume else {}
+        before = self._finished if epoch is None else wire.episodes_of(tasks, group_size * epoch)
+        completed = Counter(await self.completed()) - before if resume else {}
         results: dict[int, wire.EpisodeResult] = {}
         claimed: dict[int, Episode] = {}
         free = asyncio.Semaphore(concurrency)
 
         async def play(number: int, task: wire.Task, episode: Episode | None) -> None:
             try:
+                num_lost = 0
                 while number not in results:
                     episode = episode or await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
-                    try:
-                        async with episode:
-                            await rollout(episode, task)
-                    except EpisodeLostError:
-                        if episode.result is not None:
-                            # It has its reward; a call came after its end. Played again, its task would count twice.
-                            raise
+                    if (lost := await self._attempt(rollout, episode, task)) is not None:
+                        num_lost += 1
+                        if num_lost > wire.MAX_REPLAYS:
+                            raise wire.too_often(task.task_id, lost) from lost
                         episode = None
                         continue
                     assert episode.result is not None
@@ -458,7 +492,43 @@ class AsyncSwarmClient:
                 if episode.episode_id in self._live:
                     with contextlib.suppress(SwarmError):
                         await episode.abort("the run was called off")
+        if mode is Mode.TRAIN:
+            self._finished |= before + wire.episodes_of(tasks, group_size)
         return [results[number] for number in sorted(results)]
+
+    async def _attempt(self, rollout: Rollout, episode: Episode, task: wire.Task) -> Exception | None:
+        """Play an episode. Returns None where it has its reward, and where it was lost, what its rollout met then.
+
+        Raises whatever the rollout did where the episode runs, which is aborted then, or has its reward.
+        """
+        async with episode:
+            try:
+                await rollout(episode, task)
+                if episode.result is None:
+                    raise wire.not_ended(episode.episode_id, task.task_id)
+            except Exception as error:
+                if not await self._is_lost(episode, error):
+                    raise
+                self._live.pop(episode.episode_id, None)
+                episode.is_given_up = True
+                return error
+        return None
+
+    async def _is_lost(self, episode: Episode, error: Exception) -> bool:
+        """Whether an episode has to be played again, after its rollout raised something."""
+        if episode.is_given_up:
+            return isinstance(error, EpisodeNotEndedError)
+        if episode.result is not None:
+            # What came after its end is the rollout's fault. Played again, its task would count twice.
+            return False
+        try:
+            await self._control("GET", f"/episodes/{episode.episode_id}")
+        except EpisodeLostError:
+            return True
+        except SwarmRequestError:
+            # Of another server, or one that does not tell: what the rollout raised says more.
+            return False
+        return False
 
 
 def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

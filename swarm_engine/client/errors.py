@@ -2,10 +2,12 @@
 
 SwarmError
 ├── AddressError               an address that says more than where the swarm is
-├── SwarmUnavailableError      nobody answers, or the engine is off or failed
+├── SwarmUnavailableError      the engine is off or failed
+│   └── NoAnswerError          nobody answers
 ├── SwarmRequestError          the server refused a request: code, message, hint
 │   ├── ContextLengthError     the prompt leaves no room for a reply; end the episode as truncated
 │   └── EpisodeLostError       the episode is gone; claim its task again
+├── ReplayLimitError           a run's episodes of one place were lost again and again
 ├── ClaimTimeoutError          no episode was free in time; `reason` says why
 ├── GroupSizeError             a run plays its tasks as often as no group of the server has places
 ├── EpisodeNotEndedError       a rollout left its episode without `end`
@@ -29,6 +31,20 @@ class AddressError(SwarmError):
 class SwarmUnavailableError(SwarmError):
     """Nobody answers at the address, or the engine behind it is off or failed."""
 
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        """The server's name for the problem; None where it is the client's own view."""
+
+
+class NoAnswerError(SwarmUnavailableError):
+    """Nobody answers at the address."""
+
+    def __init__(self, message: str, *, is_sent: bool = True) -> None:
+        super().__init__(message)
+        self.is_sent = is_sent
+        """Whether the server may have the request."""
+
 
 class SwarmRequestError(SwarmError):
     """The server refused a request."""
@@ -48,6 +64,10 @@ class ContextLengthError(SwarmRequestError):
 
 class EpisodeLostError(SwarmRequestError):
     """The episode is gone: its lease or time ran out, or the engine went down. Claim its task again."""
+
+
+class ReplayLimitError(SwarmError):
+    """The episodes of one place of a run were lost again and again."""
 
 
 class ClaimTimeoutError(SwarmError):

@@ -1,199 +1,136 @@
-"""A small HTTP/1.1 client for JSON over plain connections, because each of a thousand calls a step pays for it.
-
-Measured against httpx with 64 connections: a fifth of the CPU time a request, for httpx looks at every idle connection
-each time. It knows what a swarm's control and inference routes need: one request a connection at a time, replies with a
-length, in chunks, or up to the end. Streams and TLS go through httpx.
-"""
+"""What both clients share of HTTP: connections, timeouts, and when a request that nobody answered is sent again."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+import contextlib
+import json
+import ssl
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
-CONNECT_TIMEOUT_S = 10.0
-MAX_HEAD_BYTES = 65536
+import httpx
+
+from swarm_engine.client.errors import NoAnswerError, SwarmUnavailableError
+
+KEPT_S = 60.0
+"""Seconds that a connection is kept for the next request; the server hangs up after twice as many."""
+TIMEOUT = httpx.Timeout(connect=10.0, read=None, write=60.0, pool=None)
+"""Replies may take minutes on a small machine, and long polls and event streams are quiet by design."""
+RECONNECT_S = 60.0
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+AWAY_CODES = ("server_closing", "too_many_connections")
+"""Of answers by a server that takes nothing in for now."""
+LOCKED_CODE = "journal_locked"
+OFFLINE_CODE = "engine_offline"
+
+Transport = TypeVar("Transport")
 
 
-class HttpError(Exception):
-    """The server could not be reached, or broke off, or does not speak HTTP."""
+class Lanes(Generic[Transport]):
+    """As many connections as requests run side by side, each in a transport of its own.
 
+    In one pool every request looks at every connection: with 64 of them it costs twice to three times the CPU time.
+    """
 
-@dataclass(slots=True)
-class _Reply:
-    status: int
-    length: int | None
-    """None where the body ends with the connection or comes in chunks."""
-    is_chunked: bool
-    keeps_alive: bool
-    body: bytearray = field(default_factory=bytearray)
+    def __init__(self, make: Callable[..., Transport]) -> None:
+        """Begin without any.
 
+        Args:
+            make: httpx's transport, sync or async.
+        """
+        self._make = make
+        self._tls: ssl.SSLContext | None = None
+        self.lanes: list[Transport] = []
+        """All there are."""
+        self._idle: list[Transport] = []
 
-class _Connection(asyncio.Protocol):
-    """One connection that answers one request at a time."""
+    def make(self) -> Transport:
+        """A transport that reaches servers directly: proxies of the environment are for the world outside."""
+        if self._tls is None:
+            self._tls = httpx.create_ssl_context()  # with SSL_CERT_FILE, as other clients; it takes 20 ms
+        return self._make(verify=self._tls, limits=httpx.Limits(keepalive_expiry=KEPT_S))
 
-    def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._buffer = bytearray()
-        self._reply: _Reply | None = None
-        self._waiting: asyncio.Future[_Reply] | None = None
-        self.is_open = True
-        self.has_answered = False
-        """Whether anything came back for the request that runs."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are no subclasses
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_open = False
-        waiting, reply = self._waiting, self._reply
-        if waiting is None or waiting.done():
-            return
-        if reply is not None and reply.length is None and not reply.is_chunked:
-            waiting.set_result(reply)
-        else:
-            waiting.set_exception(HttpError(f"the connection broke off ({exc or 'closed by the server'})"))
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        self.has_answered = True
+    @contextlib.contextmanager
+    def lane(self) -> Iterator[Transport]:
+        """A transport that nobody else uses inside the block."""
         try:
-            if self._reply is None:
-                self._reply = self._read_head()
-            if self._reply is not None:
-                self._read_body(self._reply)
-        except (ValueError, IndexError) as error:
-            self._fail(HttpError(f"the answer is not HTTP ({error})"))
-
-    def _read_head(self) -> _Reply | None:
-        while True:
-            end = self._buffer.find(b"\r\n\r\n")
-            if end < 0:
-                if len(self._buffer) > MAX_HEAD_BYTES:
-                    raise ValueError("its head is too long")
-                return None
-            lines = bytes(self._buffer[:end]).split(b"\r\n")
-            del self._buffer[: end + 4]
-            status = int(lines[0].split(b" ", 2)[1])
-            if status >= 200:
-                break
-            # An interim answer (1xx) comes before the real one.
-        headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines[1:])
-        }
-        length = headers.get(b"content-length")
-        return _Reply(
-            status=status,
-            length=0 if status in (204, 304) else int(length) if length is not None else None,
-            is_chunked=headers.get(b"transfer-encoding", b"").lower().endswith(b"chunked"),
-            keeps_alive=headers.get(b"connection", b"").lower() != b"close" and not lines[0].startswith(b"HTTP/1.0"),
-        )
-
-    def _read_body(self, reply: _Reply) -> None:
-        if reply.is_chunked:
-            if self._read_chunks(reply):
-                self._finish(reply)
-            return
-        reply.body += self._buffer
-        self._buffer.clear()
-        if reply.length is not None and len(reply.body) >= reply.length:
-            self._finish(reply)
-
-    def _read_chunks(self, reply: _Reply) -> bool:
-        while True:
-            end = self._buffer.find(b"\r\n")
-            if end < 0:
-                return False
-            size = int(bytes(self._buffer[:end]).split(b";")[0], 16)
-            if len(self._buffer) < end + 2 + size + 2:
-                return False
-            reply.body += self._buffer[end + 2 : end + 2 + size]
-            del self._buffer[: end + 2 + size + 2]
-            if size == 0:
-                return True
-
-    def _finish(self, reply: _Reply) -> None:
-        self._reply = None
-        if not reply.keeps_alive or self._buffer:
-            self.close()
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(reply)
-
-    def _fail(self, error: HttpError) -> None:
-        self.close()
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_exception(error)
-
-    def close(self) -> None:
-        """Hang up; the server sees its caller go."""
-        self.is_open = False
-        if self._transport is not None:
-            self._transport.abort()
-
-    async def ask(self, request: bytes) -> _Reply:
-        """Send a request and wait for its reply; a caller that is cancelled hangs up."""
-        assert self._transport is not None
-        self._waiting = asyncio.get_running_loop().create_future()
-        self.has_answered = False
-        self._transport.write(request)
+            lane = self._idle.pop()
+        except IndexError:
+            lane = self.make()
+            self.lanes.append(lane)
         try:
-            return await self._waiting
-        except asyncio.CancelledError:
-            self.close()
-            raise
+            yield lane
+        finally:
+            self._idle.append(lane)
 
 
-class HttpPool:
-    """Keeps connections to the hosts it is asked about."""
+def request_of(method: str, url: str, body: Any, headers: Mapping[str, str]) -> httpx.Request:
+    """A request with a JSON body, or with none where it is None."""
+    content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    headers = {**headers, "content-type": "application/json"}
+    return httpx.Request(method, url, content=content, headers=headers, extensions={"timeout": TIMEOUT.as_dict()})
 
-    def __init__(self) -> None:
-        self._idle: dict[tuple[str, int], list[_Connection]] = {}
 
-    async def request(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-        """Status and body of the answer.
+def no_answer(url: str, error: httpx.TransportError) -> SwarmUnavailableError:
+    """The error for a request that got no answer."""
+    message = f"no answer from {url} ({type(error).__name__}: {error}); is the swarm running?"
+    if isinstance(error, httpx.UnsupportedProtocol | httpx.LocalProtocolError):
+        return SwarmUnavailableError(message)
+    return NoAnswerError(message, is_sent=not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
+
+
+class Reconnection:
+    """How long a client waits for a server that it has lost: one clock for all its requests.
+
+    It begins with the first request that nobody answers, and an answer sets it back. A server that never answered is
+    not waited for: its address is wrong, or it was never started. One that says that it is going down, has no room or
+    can't use its journal for now counts as gone, and an engine that is off after its server was gone as not back yet.
+    """
+
+    def __init__(self, reconnect_s: float) -> None:
+        """Begin with a server that has not answered yet.
 
         Raises:
-            HttpError: there is none.
+            ValueError: reconnect_s is no time.
         """
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or 80
-        target = parts.path + (f"?{parts.query}" if parts.query else "")
-        lines = [f"{method} {target} HTTP/1.1", f"host: {parts.netloc}", f"content-length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        request = "\r\n".join([*lines, "", ""]).encode("latin-1") + body
-        while True:
-            connection, is_fresh = await self._connection(host, port)
-            try:
-                reply = await connection.ask(request)
-            except HttpError:
-                if is_fresh or connection.has_answered:
-                    raise
-                # The server had hung up while the connection was idle, before it read any of this.
-                continue
-            if connection.is_open:
-                self._idle.setdefault((host, port), []).append(connection)
-            return reply.status, bytes(reply.body)
+        if not reconnect_s >= 0:
+            raise ValueError(f"reconnect_s is {reconnect_s!r}; it must be seconds, 0 to wait for no server")
+        self.reconnect_s = reconnect_s
+        self._has_answered = False
+        self._is_lost = False
+        self._lost_at = float("-inf")
+        """When it was lost last."""
 
-    async def _connection(self, host: str, port: int) -> tuple[_Connection, bool]:
-        """An open connection, and whether it is new."""
-        idle = self._idle.get((host, port), [])
-        while idle:
-            connection = idle.pop()
-            if connection.is_open:
-                return connection, False
-        loop = asyncio.get_running_loop()
-        try:
-            _, connection = await asyncio.wait_for(loop.create_connection(_Connection, host, port), CONNECT_TIMEOUT_S)
-        except TimeoutError as error:
-            raise HttpError(f"no connection to {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from error
-        except OSError as error:
-            raise HttpError(error.strerror or str(error)) from error
-        return connection, True
+    def heard(self) -> None:
+        """The server has answered."""
+        self._has_answered, self._is_lost = True, False
 
-    def close(self) -> None:
-        """Hang up everywhere."""
-        for idle in self._idle.values():
-            for connection in idle:
-                connection.close()
-        self._idle.clear()
+    def pause_s(self, error: SwarmUnavailableError, *, is_repeatable: bool, num_tries: int, now: float) -> float:
+        """Seconds to wait before a request that failed is sent again.
+
+        Args:
+            is_repeatable: sent twice it does what it does sent once, so it may be sent again though it may have
+                reached the server.
+            num_tries: how often it was sent again before.
+            now: seconds of a clock that only goes forward.
+        Raises:
+            SwarmUnavailableError: it is not sent again: the error itself, or that the limit is reached.
+        """
+        if isinstance(error, NoAnswerError) or error.code in (*AWAY_CODES, LOCKED_CODE):
+            if not self._is_lost:
+                self._is_lost, self._lost_at = True, now
+            is_unsent = not error.is_sent if isinstance(error, NoAnswerError) else error.code in AWAY_CODES
+            is_awaited = is_repeatable or is_unsent
+        else:
+            self.heard()
+            is_awaited = error.code == OFFLINE_CODE
+        left_s = self._lost_at + self.reconnect_s - now
+        if not self._has_answered or not is_awaited or (left_s <= 0 and not num_tries):
+            raise error
+        if left_s <= 0:
+            message = f"{error} It was waited for {self.reconnect_s:g} s (reconnect_s)"
+            if isinstance(error, NoAnswerError):
+                raise NoAnswerError(message, is_sent=error.is_sent) from error
+            raise SwarmUnavailableError(message, error.code) from error
+        return min(FIRST_PAUSE_S * 2.0 ** min(num_tries, 10), LONGEST_PAUSE_S, left_s)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from types import TracebackType
@@ -15,14 +15,16 @@ from typing import Any, Self
 import httpx
 
 from swarm_engine.client import wire
-from swarm_engine.client.aio import MAX_CONNECTIONS, QUIET_SHARE, STATUS_POLL_S, TIMEOUT, OnEpisode
+from swarm_engine.client.aio import QUIET_SHARE, STATUS_POLL_S, OnEpisode
 from swarm_engine.client.errors import (
     ClaimTimeoutError,
     EpisodeLostError,
     EpisodeNotEndedError,
     SwarmError,
+    SwarmRequestError,
     SwarmUnavailableError,
 )
+from swarm_engine.client.http import RECONNECT_S, TIMEOUT, Lanes, Reconnection, no_answer, request_of
 from swarm_engine.types import EngineState, Mode, Outcome, well_formed
 
 SyncRollout = Callable[["SyncEpisode", wire.Task], None]
@@ -64,7 +66,7 @@ class SyncEpisode:
         """Ask a policy; errors as in the async client."""
         url = wire.chat_url(self.base_url, agent)
         body = wire.chat_body(messages, policy, temperature, max_tokens, seed, stop, script)
-        answer = wire.read_chat(self._client._request("POST", url, body, self._auth))
+        answer = wire.read_chat(self._client._request("POST", url, body, self._auth, is_repeatable=True))
         self._last_sign = time.monotonic()
         return answer
 
@@ -78,7 +80,7 @@ class SyncEpisode:
     ) -> wire.EpisodeResult:
         """Give the episode its reward; returns once the server has it on disk. See `Episode.end`."""
         body = wire.end_body(reward, outcome, metrics, step_rewards)
-        answer = self._client._control("POST", f"/episodes/{self.episode_id}/end", body)
+        answer = self._client._control("POST", f"/episodes/{self.episode_id}/end", body, is_repeatable=True)
         self.result = wire.EpisodeResult(
             task_id=self.task_id,
             group_id=self.group_id,
@@ -97,7 +99,8 @@ class SyncEpisode:
         self.is_given_up = True
         self._client._live.pop(self.episode_id, None)
         with contextlib.suppress(EpisodeLostError):
-            self._client._control("POST", f"/episodes/{self.episode_id}/abort", {"reason": well_formed(reason)[:500]})
+            path, body = f"/episodes/{self.episode_id}/abort", {"reason": well_formed(reason)[:500]}
+            self._client._control("POST", path, body, is_repeatable=True)
 
     def __enter__(self) -> Self:
         return self
@@ -112,21 +115,21 @@ class SyncEpisode:
         with contextlib.suppress(SwarmError):
             self.abort(reason)
         if kind is None:
-            raise EpisodeNotEndedError(
-                f"episode {self.episode_id!r} of task {self.task_id!r} was left without a reward; call "
-                "end(reward=...), or end(reward=None) where it can't be judged"
-            )
+            raise wire.not_ended(self.episode_id, self.task_id)
 
 
 class SwarmClient:
     """A client of one server. Use it as a context manager, or call `close`."""
 
-    def __init__(self, url: str, token: str, *, client_id: str | None = None) -> None:
+    def __init__(self, url: str, token: str, *, client_id: str | None = None, reconnect_s: float = RECONNECT_S) -> None:
+        """Name the server; nothing is sent yet. See the async client."""
         self.url = wire.read_address(url)
         self.client_id = client_id or f"client-{uuid.uuid4().hex[:8]}"
         self._auth = wire.bearer(token)
-        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
-        self._http = httpx.Client(limits=limits, timeout=TIMEOUT, trust_env=False)
+        self._lanes = Lanes(httpx.HTTPTransport)
+        self._reconnection = Reconnection(reconnect_s)
+        self._finished: Counter[str] = Counter()
+        """Train episodes by task of the runs that have ended well."""
         self._live: dict[str, SyncEpisode] = {}
         self._claiming = threading.Lock()
         self._wake = threading.Event()
@@ -145,22 +148,36 @@ class SwarmClient:
         self._wake.set()
         if self._beating is not None:
             self._beating.join()
-        self._http.close()
+        for lane in self._lanes.lanes:
+            lane.close()
 
-    def _request(self, method: str, url: str, body: Any, headers: Mapping[str, str]) -> Any:
-        content = None if body is None else json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    def _request(self, method: str, url: str, body: Any, headers: Mapping[str, str], *, is_repeatable: bool) -> Any:
+        """The answer to a request, which is sent again where the server is gone and comes back in time."""
+        num_tries = 0
+        while True:
+            try:
+                return self._send(method, url, body, headers)
+            except SwarmUnavailableError as error:
+                now = time.monotonic()
+                pause_s = self._reconnection.pause_s(error, is_repeatable=is_repeatable, num_tries=num_tries, now=now)
+            time.sleep(pause_s)
+            num_tries += 1
+
+    def _send(self, method: str, url: str, body: Any, headers: Mapping[str, str]) -> Any:
+        request = request_of(method, url, body, headers)
         try:
-            answer = self._http.request(
-                method, url, content=content, headers={**headers, "content-type": "application/json"}
-            )
+            with self._lanes.lane() as lane:
+                answer = lane.handle_request(request)
+                content = answer.read()
         except httpx.TransportError as error:
-            raise SwarmUnavailableError(
-                f"no answer from {self.url} ({type(error).__name__}: {error}); is the swarm running?"
-            ) from error
-        return wire.read_answer(answer.status_code, answer.content)
+            raise no_answer(self.url, error) from error
+        if answer.status_code not in wire.UNAVAILABLE_STATUS:
+            self._reconnection.heard()
+        return wire.read_answer(answer.status_code, content)
 
-    def _control(self, method: str, path: str, body: Any = None) -> Any:
-        return self._request(method, f"{self.url}{wire.CONTROL}{path}", body, self._auth)
+    def _control(self, method: str, path: str, body: Any = None, *, is_repeatable: bool = False) -> Any:
+        is_repeatable = is_repeatable or method == "GET"
+        return self._request(method, f"{self.url}{wire.CONTROL}{path}", body, self._auth, is_repeatable=is_repeatable)
 
     def status(self) -> wire.Status:
         """What the engine does now."""
@@ -221,7 +238,10 @@ class SwarmClient:
         url = f"{self.url}{wire.CONTROL}/events?after={after}&follow={str(follow).lower()}"
         reader = wire.EventReader()
         try:
-            with self._http.stream("GET", url, headers=self._auth) as answer:
+            with (
+                httpx.Client(transport=self._lanes.make(), timeout=TIMEOUT) as http,
+                http.stream("GET", url, headers=self._auth) as answer,
+            ):
                 if answer.status_code >= 400:
                     wire.read_answer(answer.status_code, answer.read())
                 for chunk in answer.iter_bytes():
@@ -252,11 +272,17 @@ class SwarmClient:
             SwarmUnavailableError: the engine is off or failed.
         """
         deadline = None if wait_s is None else time.monotonic() + wait_s
+        key = uuid.uuid4().hex
         while True:
             left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
             poll_s = min(left, wire.MAX_POLL_S)
-            body = wire.claim_body(self.client_id, task_id, mode, group_id, tags, script, policies, poll_s)
-            lease = wire.read_claim(task_id, self._control("POST", "/episodes", body))
+            body = wire.claim_body(self.client_id, key, task_id, mode, group_id, tags, script, policies, poll_s)
+            try:
+                lease = wire.read_claim(task_id, self._control("POST", "/episodes", body, is_repeatable=True))
+            except EpisodeLostError:
+                # The answer that named its episode was lost, and since then the episode.
+                key = uuid.uuid4().hex
+                continue
             if isinstance(lease, wire.Lease):
                 episode = SyncEpisode(self, lease)
                 self._keep_alive(episode)
@@ -287,7 +313,9 @@ class SwarmClient:
                 if time.monotonic() - episode._last_sign < episode._lease.lease_s * QUIET_SHARE:
                     continue
                 try:
-                    self._control("POST", f"/episodes/{episode.episode_id}/heartbeat")
+                    # Not sent again: the next beat comes, and nobody who closes the client waits for it.
+                    path = f"{self.url}{wire.CONTROL}/episodes/{episode.episode_id}/heartbeat"
+                    self._send("POST", path, None, self._auth)
                     episode._last_sign = time.monotonic()
                 except EpisodeLostError:
                     # Whoever works on it learns so from its next call.
@@ -308,29 +336,29 @@ class SwarmClient:
         on_episode: OnEpisode | None = None,
         is_partial: bool = False,
         resume: bool = False,
+        epoch: int | None = None,
     ) -> list[wire.EpisodeResult]:
         """Play every task `group_size` times, up to `concurrency` episodes side by side, each in a thread.
 
-        Claims go out in the order of the tasks. An episode that is lost is played again; any other exception of a
-        rollout ends the run once the episodes that run have ended. Arguments and errors as the async client's.
+        As the async client's, except that an exception ends the run once the episodes that run have ended.
         """
+        wire.check_resume(resume, epoch, mode)
         if mode is Mode.TRAIN and not is_partial:
             wire.check_group_size(self.status(), group_size)
-        completed = self.completed() if resume else {}
+        before = self._finished if epoch is None else wire.episodes_of(tasks, group_size * epoch)
+        completed = Counter(self.completed()) - before if resume else {}
         results: dict[int, wire.EpisodeResult] = {}
         free = threading.Semaphore(concurrency)
 
         def play(number: int, task: wire.Task, episode: SyncEpisode | None) -> None:
             try:
+                num_lost = 0
                 while number not in results:
                     episode = episode or self.episode(task.task_id, mode=mode, tags=tags, wait_s=None)
-                    try:
-                        with episode:
-                            rollout(episode, task)
-                    except EpisodeLostError:
-                        if episode.result is not None:
-                            # It has its reward; a call came after its end. Played again, its task would count twice.
-                            raise
+                    if (lost := self._attempt(rollout, episode, task)) is not None:
+                        num_lost += 1
+                        if num_lost > wire.MAX_REPLAYS:
+                            raise wire.too_often(task.task_id, lost) from lost
                         episode = None
                         continue
                     assert episode.result is not None
@@ -352,4 +380,35 @@ class SwarmClient:
             wait(playing, return_when=FIRST_EXCEPTION)
         for one in playing:
             one.result()
+        if mode is Mode.TRAIN:
+            self._finished |= before + wire.episodes_of(tasks, group_size)
         return [results[number] for number in sorted(results)]
+
+    def _attempt(self, rollout: SyncRollout, episode: SyncEpisode, task: wire.Task) -> Exception | None:
+        """Play an episode; see the async client."""
+        with episode:
+            try:
+                rollout(episode, task)
+                if episode.result is None:
+                    raise wire.not_ended(episode.episode_id, task.task_id)
+            except Exception as error:
+                if not self._is_lost(episode, error):
+                    raise
+                self._live.pop(episode.episode_id, None)
+                episode.is_given_up = True
+                return error
+        return None
+
+    def _is_lost(self, episode: SyncEpisode, error: Exception) -> bool:
+        """Whether an episode has to be played again, after its rollout raised something."""
+        if episode.is_given_up:
+            return isinstance(error, EpisodeNotEndedError)
+        if episode.result is not None:
+            return False
+        try:
+            self._control("GET", f"/episodes/{episode.episode_id}")
+        except EpisodeLostError:
+            return True
+        except SwarmRequestError:
+            return False
+        return False

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import stat
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,11 @@ from swarm_engine.client.errors import (
     AddressError,
     ContextLengthError,
     EpisodeLostError,
+    EpisodeNotEndedError,
     GroupSizeError,
+    NoAnswerError,
     NotFiniteError,
+    ReplayLimitError,
     SwarmProtocolError,
     SwarmRequestError,
     SwarmUnavailableError,
@@ -26,6 +30,8 @@ from swarm_engine.client.errors import (
 from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
 
 CONTROL = "/swarm/v1"
+MAX_REPLAYS = 5
+"""How often a run plays an episode again that is lost; more would hide that something is wrong."""
 MAX_POLL_S = 60.0
 """The server's limit for one wait; longer ones are asked in turns."""
 MAX_FILE_BYTES = 1024 * 1024
@@ -222,6 +228,7 @@ def read_token(file: Path) -> str:
 
 def claim_body(
     client_id: str,
+    claim_key: str,
     task_id: str,
     mode: Mode,
     group_id: str | None,
@@ -231,7 +238,8 @@ def claim_body(
     wait_s: float,
 ) -> dict[str, Any]:
     """Body of a claim."""
-    body: dict[str, Any] = {"client_id": client_id, "task_id": task_id, "mode": mode, "wait_s": wait_s}
+    body: dict[str, Any] = {"client_id": client_id, "claim_key": claim_key}
+    body |= {"task_id": task_id, "mode": mode, "wait_s": wait_s}
     if group_id is not None:
         body["group_id"] = group_id
     if tags:
@@ -417,12 +425,15 @@ def read_answer(status: int, content: bytes) -> Any:
 
     Raises:
         SwarmRequestError: the server refused.
+        NoAnswerError: a proxy answers that the server does not.
         SwarmUnavailableError: the engine is off or failed.
         SwarmProtocolError: this is no swarm.
     """
     try:
         answer = json.loads(content)
     except (ValueError, RecursionError) as error:
+        if status in UNAVAILABLE_STATUS:
+            raise NoAnswerError(f"a proxy answers HTTP {status} for the swarm; is the swarm running?") from error
         raise SwarmProtocolError(
             f"the answer (HTTP {status}) is not JSON: {content[:80]!r}; is this the address of a swarm?"
         ) from error
@@ -438,7 +449,7 @@ def refusal(status: int, found: Mapping[str, Any]) -> SwarmRequestError | SwarmU
     """The exception for a server's error."""
     code, message, hint = str(found.get("code")), str(found["message"]), str(found.get("hint") or "")
     if status in UNAVAILABLE_STATUS:
-        return SwarmUnavailableError(f"{message}; {hint}" if hint else message)
+        return SwarmUnavailableError(f"{message}; {hint}" if hint else message, code)
     kind = SwarmRequestError
     if code == CONTEXT_CODE:
         kind = ContextLengthError
@@ -483,6 +494,43 @@ def check_group_size(status: Status, group_size: int) -> None:
             f"group_size is {group_size}, the server trains on groups of {wanted}, so no group would be filled; "
             f"pass group_size={wanted}, or start the engine with trainer.group_size {group_size}"
         )
+
+
+def episodes_of(tasks: Sequence[Task], times: int) -> Counter[str]:
+    """Episodes of a data set by task, each of its tasks played so often."""
+    counted = Counter(task.task_id for task in tasks)
+    return Counter({task_id: count * times for task_id, count in counted.items()})
+
+
+def check_resume(resume: bool, epoch: int | None, mode: Mode) -> None:
+    """See that a run can leave out what is completed.
+
+    Raises:
+        ValueError: it can't.
+    """
+    if resume and mode is not Mode.TRAIN:
+        raise ValueError(f"resume goes with mode train, not {mode}: the server counts no other completed episodes")
+    if epoch is not None and not resume:
+        raise ValueError("epoch says which pass over the tasks is resumed; add resume=True")
+    if epoch is not None and epoch < 0:
+        raise ValueError(f"epoch is {epoch}; passes over the tasks are counted from 0")
+
+
+def not_ended(episode_id: str, task_id: str) -> EpisodeNotEndedError:
+    """The error for an episode that was left without an end."""
+    return EpisodeNotEndedError(
+        f"episode {episode_id!r} of task {task_id!r} was left without a reward; call end(reward=...), or "
+        "end(reward=None) where it can't be judged"
+    )
+
+
+def too_often(task_id: str, error: BaseException) -> ReplayLimitError:
+    """The error for an episode that is lost whenever it is played; `error` is the last attempt's."""
+    return ReplayLimitError(
+        f"an episode of task {task_id!r} was lost {MAX_REPLAYS + 1} times, a run plays it again {MAX_REPLAYS} times; "
+        f"see the drop events for the reasons: does the server stay up, are lease_s and episode_timeout_s long enough? "
+        f"The last attempt ended with {type(error).__name__}: {error}"
+    )
 
 
 def places(

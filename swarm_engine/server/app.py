@@ -76,11 +76,18 @@ def answer(error: SwarmEngineError) -> JSONResponse:
 class FrontApp:
     """ASGI application of the front."""
 
-    def __init__(self, engine: Engine, tokens: Tokens, hosts: HostCheck, crowd: Crowd) -> None:
+    def __init__(
+        self, engine: Engine, tokens: Tokens, hosts: HostCheck, crowd: Crowd, public_url: str | None = None
+    ) -> None:
+        """Serve an engine.
+
+        Args:
+            public_url: where agents reach this server; None where that is the address by which the claim came.
+        """
         self._hosts = hosts
         self._crowd = crowd
         self._inference = InferenceApp(engine)
-        self._control: Asgi = build_control(engine, tokens, crowd)
+        self._control: Asgi = build_control(engine, tokens, crowd, public_url)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the Host header, then pass on."""
@@ -104,7 +111,7 @@ class FrontApp:
             await self._control(scope, receive, send)
 
 
-def build_control(engine: Engine, tokens: Tokens, crowd: Crowd) -> FastAPI:
+def build_control(engine: Engine, tokens: Tokens, crowd: Crowd, public_url: str | None) -> FastAPI:
     """The control routes of an engine."""
     app = FastAPI(
         title="Swarm engine",
@@ -202,6 +209,7 @@ def build_control(engine: Engine, tokens: Tokens, crowd: Crowd) -> FastAPI:
             code_version=body.code_version,
             tags=body.tags,
             script=None if body.script is None else tuple(map(as_script, body.script)),
+            claim_key=body.claim_key,
         )
         given = await engine.roster.claim(wanted, 0)
         if not isinstance(given, LiveEpisode) and body.wait_s > 0:
@@ -213,7 +221,7 @@ def build_control(engine: Engine, tokens: Tokens, crowd: Crowd) -> FastAPI:
                 "episode_id": given.episode_id,
                 "group_id": given.seat.group_id,
                 "index": given.seat.index,
-                "base_url": f"{engine.base_url}{PREFIX}{given.episode_id}",
+                "base_url": f"{public_url or claimed_at(request)}{PREFIX}{given.episode_id}",
                 "api_key": given.api_key,
                 "policy_version": given.policy_version,
                 "lease_s": given.lease_s,
@@ -331,6 +339,11 @@ def as_script(reply: str | list[int]) -> Script:
     return reply if isinstance(reply, str) else tuple(reply)
 
 
+def claimed_at(request: Request) -> str:
+    """The address by which a request came, as its caller knows it; the Host header has been checked."""
+    return f"{request.scope['scheme']}://{request.headers['host']}"
+
+
 async def claim_unless_gone(
     engine: Engine, wanted: ClaimRequest, wait_s: float, request: Request
 ) -> LiveEpisode | ClaimReason:
@@ -346,7 +359,7 @@ async def claim_unless_gone(
         if not claiming.cancelled() and claiming.exception() is None:
             given = claiming.result()
             if isinstance(given, LiveEpisode):
-                engine.roster.abort(given.episode_id, "client_gone")
+                engine.roster.let_go(given)
         raise NotFoundError("the caller is gone")
     finally:
         gone.cancel()

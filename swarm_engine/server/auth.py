@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 from collections.abc import Collection
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from swarm_engine.errors import ForbiddenError, RunDirError, UnauthorizedError, WrongHostError
+from swarm_engine.errors import ForbiddenError, RunDirError, UnauthorizedError, WrongHostError, shown
 
 
 class Role(StrEnum):
@@ -109,6 +110,10 @@ class KeyRing:
         return f"sk-{self._mac('key', episode_id, 40)}"
 
 
+HOST = re.compile(r"(?:\[([0-9a-f:.%]+)\]|([^\s\[\]:/?#@\\]+))(?::[0-9]{1,5})?", re.IGNORECASE)
+"""A Host header: a name or address, and the port. Clients are told URLs with it, so nothing else may stand there."""
+
+
 class HostCheck:
     """Lets through requests that name this server, so that no page elsewhere can reach it by rebinding its own name."""
 
@@ -131,6 +136,8 @@ class HostCheck:
         if header in self._known:
             return
         name = _host_of(header)
+        if name is None:
+            raise WrongHostError(f"Host {shown(header)} is no host with or without a port", "send the server's address")
         if name not in self._names and not (self._is_public and _is_address(name)):
             raise WrongHostError(
                 f"this server does not answer for host {name!r}",
@@ -140,11 +147,10 @@ class HostCheck:
             self._known.add(header)
 
 
-def _host_of(header: str) -> str:
-    """The host of a Host header, without port and brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0].lower()
-    return header.partition(":")[0].lower().rstrip(".")
+def _host_of(header: str) -> str | None:
+    """The host of a Host header, without port and brackets; None where it is none."""
+    found = HOST.fullmatch(header)
+    return (found[1] or found[2]).lower().rstrip(".") if found else None
 
 
 def _is_loopback(host: str) -> bool:

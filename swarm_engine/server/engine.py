@@ -32,6 +32,7 @@ from swarm_engine.errors import (
     JournalError,
     ModelError,
     NotFoundError,
+    ServerClosingError,
     SwarmEngineError,
     WorkerDiedError,
 )
@@ -86,8 +87,6 @@ class Engine:
         self.state = EngineState.OFFLINE
         self.reason: str | None = None
         """Why it is FAILED."""
-        self.base_url = ""
-        """Where clients reach this server; set when it listens."""
         self._worker_command = worker_command
         self._config: EngineConfig | None = None
         """The last one started with; None before the run folder's first start."""
@@ -691,7 +690,7 @@ class Engine:
 
     def _unavailable(self) -> EngineUnavailableError:
         if self._closing.is_set():
-            return EngineUnavailableError("the server is going down", "start it again", code="engine_offline")
+            return ServerClosingError()
         again = "again " if self.state is EngineState.FAILED else ""
         start = f"start it {again}with `swarm start` or POST /swarm/v1/engine/start"
         if self.state is EngineState.FAILED:

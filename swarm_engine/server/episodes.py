@@ -78,6 +78,8 @@ class ClaimRequest:
     tags: dict[str, str] = field(default_factory=dict)
     script: tuple[Script, ...] | None = None
     """Replies to play call by call, in order of arrival; None where the sampler samples or each call brings its own."""
+    claim_key: str | None = None
+    """The same key of the same client is the same episode; None where the claim is not sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,8 @@ class LiveEpisode:
     """The conversations that a `previous_response_id` goes on from, answers included, instructions not."""
     asks: list[RunningAsk] = field(default_factory=list)
     """Requests whose callers wait for some of their reply."""
+    num_claims: int = 1
+    """Claims that were given it, more than one where a claim was sent again; without those whose callers went away."""
     lease_until: float = 0.0
     timer: asyncio.TimerHandle | None = None
     ending: str | None = None

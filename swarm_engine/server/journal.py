@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from swarm_engine.config import BestBy
-from swarm_engine.errors import JournalDamagedError, JournalError, JournalLockedError
+from swarm_engine.errors import JournalDamagedError, JournalError, JournalLockedError, ServerClosingError
 from swarm_engine.server.journal_file import (
     LOCK_PATIENCE_S,
     check_before_opening,
@@ -428,11 +428,15 @@ class Journal:
 
         Raises:
             JournalError: they can't be read.
+            ServerClosingError: the journal is closed.
         """
         with self._reader_lock:
             try:
                 return self._reader.execute(sql, parameters).fetchall()
             except sqlite3.Error as error:
+                if self.is_closed:
+                    # Nothing is wrong with it: a request came while the server was going down.
+                    raise ServerClosingError from error
                 if "malformed JSON" not in str(error):
                     raise explain(error, self.path) from error
         # Only events' payloads are taken apart in SQL.

@@ -77,6 +77,9 @@ class Claim(Body):
     wait_s: float = Field(20.0, ge=0, le=MAX_WAIT_S)
     """How long to wait for an episode before the answer is a reason."""
     code_version: Name | None = None
+    claim_key: Name | None = None
+    """Chosen by the client, new for every episode it wants: the same key of the same client is the same episode, so a
+    claim whose answer was lost can be sent again."""
     script: Annotated[list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(max_length=MAX_CALLS)] | None = (
         None
     )

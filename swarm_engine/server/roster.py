@@ -128,6 +128,8 @@ class Roster:
         self._loaded: Loaded | None = None
         self._live: dict[str, LiveEpisode] = {}
         self._lost: dict[str, str] = {}
+        self._claimed: dict[tuple[str, str], str] = {}
+        """Episode by client and claim key, of the newest claims that had one."""
         self._completed: dict[str, Episode] = {}
         """Completed episodes of the open batch; the journal has them too."""
         self._waiters: deque[_Waiter] = deque()
@@ -186,7 +188,8 @@ class Roster:
 
         Raises:
             EngineUnavailableError: the engine is off or failed.
-            ConflictError: the group named can't take it, or the policy is frozen.
+            ConflictError: the group named can't take it, the policy is frozen, or its key is that of another claim.
+            EpisodeLostError: the episode that its key was given does not run any more.
             NotFoundError: it asks for a policy that is not served.
             UnsupportedError: it brings a script, and the backend plays none.
         """
@@ -204,7 +207,7 @@ class Roster:
         except asyncio.CancelledError:
             if waiter.served.done() and waiter.served.exception() is None:
                 # Served just when its caller went away: the place is free again at once.
-                self.abort(waiter.served.result().episode_id, "client_gone")
+                self.let_go(waiter.served.result())
             raise
         finally:
             if waiter in self._waiters:
@@ -213,6 +216,12 @@ class Roster:
             return waiter.served.result()
         reason = self._gate(request.mode)
         return reason if isinstance(reason, ClaimReason) else waiter.reason
+
+    def let_go(self, episode: LiveEpisode) -> None:
+        """A claim's caller went away before it had its answer; another one may have sent the same claim again."""
+        episode.num_claims -= 1
+        if episode.num_claims == 0 and episode.episode_id in self._live:
+            self.abort(episode.episode_id, "client_gone")
 
     def serve_waiters(self) -> None:
         """Give the claims that wait what there is, first come first served."""
@@ -231,7 +240,30 @@ class Roster:
             else:
                 waiter.reason = given
 
+    def _claimed_before(self, request: ClaimRequest) -> LiveEpisode | None:
+        """The episode that a claim with this key was given; None where there was none.
+
+        Raises:
+            ConflictError: that claim asked for something else.
+            EpisodeLostError: it does not run any more.
+        """
+        episode_id = self._claimed.get((request.client_id, request.claim_key or ""))
+        if episode_id is None:
+            return None
+        episode = self.find(episode_id)
+        if (episode.seat.task_id, episode.mode) != (request.task_id, request.mode):
+            raise ConflictError(
+                f"claim_key {shown(request.claim_key)} has an episode of task {shown(episode.seat.task_id)}, "
+                f"mode {episode.mode}",
+                "take a new key for every episode",
+                code="claim_key_taken",
+            )
+        episode.num_claims += 1
+        return episode
+
     def _try_claim(self, request: ClaimRequest) -> LiveEpisode | ClaimReason:
+        if (known := self._claimed_before(request)) is not None:
+            return known
         loaded = self._gate(request.mode)
         if isinstance(loaded, ClaimReason):
             return loaded
@@ -279,6 +311,10 @@ class Roster:
         episode.touch()
         self._live[episode_id] = episode
         self._clients[request.client_id] = now
+        if request.claim_key is not None:
+            self._claimed[request.client_id, request.claim_key] = episode_id
+            while len(self._claimed) > 2 * MAX_LIVE_EPISODES:
+                self._claimed.pop(next(iter(self._claimed)))
         self._arm(episode)
         extra = {"code_version": request.code_version} if request.code_version else {}
         self._journal.append(

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 import uvicorn
 
 from swarm_engine.child import outlive_parent
 from swarm_engine.config import EngineConfig
-from swarm_engine.errors import RunDirError
+from swarm_engine.errors import InvalidError, RunDirError, shown
 from swarm_engine.server.app import FrontApp
 from swarm_engine.server.auth import HostCheck, Tokens
 from swarm_engine.server.connection import Connection
@@ -50,6 +51,12 @@ class ServeOptions:
     exits_with_stdin: bool = False
     """End when the standard input closes, so that a server dies with the program that embeds it."""
     allowed_hosts: tuple[str, ...] = ()
+    public_url: str | None = None
+    """Where agents reach it, through whatever stands before it; None where that is the address that a claim came by."""
+    tls_cert: Path | None = None
+    """PEM file of the certificate, with those between it and its root; None serves without TLS."""
+    tls_key: Path | None = None
+    """PEM file of its key; None where it is in the same file."""
     worker_command: tuple[str, ...] = WORKER_COMMAND
 
 
@@ -133,6 +140,26 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def read_public_url(text: str) -> tuple[str, str]:
+    """A public URL without the slash at its end, and its host.
+
+    Raises:
+        InvalidError: it is none that a path can follow.
+    """
+    try:
+        parts = urlsplit(text)
+        is_good = parts.scheme in ("http", "https") and text.isascii() and text.isprintable() and " " not in text
+        is_good = is_good and not (parts.query or parts.fragment or "@" in parts.netloc) and parts.port != 0
+    except ValueError:  # of a port that is no number, or brackets that do not close
+        is_good = False
+    if not is_good or not parts.hostname:
+        raise InvalidError(
+            f"public URL {'with a user name' if '@' in text else shown(text)} can't be given to agents",
+            "name http or https, the host, and the port and the path where there are any: https://HOST/PATH",
+        )
+    return text.rstrip("/"), parts.hostname
+
+
 class _Server(uvicorn.Server):
     """Uvicorn without its signal handlers; `serve` has its own, which stop the engine first."""
 
@@ -141,14 +168,34 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _load(config: uvicorn.Config, options: ServeOptions) -> None:
+    """Read the certificate now, while there is somebody to tell.
+
+    Raises:
+        InvalidError: it can't be used.
+    """
+    try:
+        config.load()
+    except OSError as error:  # those of ssl are some too
+        raise InvalidError(
+            f"the certificate {options.tls_cert} with the key {options.tls_key or 'in it'} can't be used ({error})",
+            "name PEM files that belong together, the key without a passphrase",
+        ) from error
+
+
 @contextlib.asynccontextmanager
 async def listening(options: ServeOptions) -> AsyncIterator[Front]:
     """A front that answers requests inside the block, and ends in order after it.
 
     Raises:
+        InvalidError: the public URL is none, or the certificate can't be used.
         RunDirError: the folder or the address is taken.
         JournalError: the folder's journal can't be opened.
     """
+    public_url, names = options.public_url, options.allowed_hosts
+    if public_url is not None:
+        public_url, public_host = read_public_url(public_url)
+        names = (*names, public_host)
     run_dir = options.run_dir.resolve()
     if well_formed(str(run_dir)) != str(run_dir):
         # Its name stands in answers, events and the files beside it.
@@ -156,31 +203,34 @@ async def listening(options: ServeOptions) -> AsyncIterator[Front]:
     lock = RunDirLock(run_dir)
     server_file = run_dir / "server.json"
     try:
-        listener = bind(options.host, options.port)
         token_file = run_dir / "token.json"
         tokens = Tokens.load(token_file)
         engine = Engine(run_dir, options.worker_command)
+        crowd = Crowd(connection_limit())
+        app = FrontApp(engine, tokens, HostCheck(options.host, names), crowd, public_url)
+        config = uvicorn.Config(
+            app,
+            http=partial(Connection, crowd=crowd),  # type: ignore[arg-type]  # whatever makes a protocol
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=120,
+            timeout_graceful_shutdown=int(2 * GRACE_S),
+            ssl_certfile=options.tls_cert,
+            ssl_keyfile=options.tls_key,
+        )
+        _load(config, options)
+        listener = bind(options.host, options.port)
         await engine.open()
         host, port = listener.getsockname()[:2]
-        engine.base_url = f"http://{_reachable(options.host, host)}:{port}"
-        crowd = Crowd(connection_limit())
-        app = FrontApp(engine, tokens, HostCheck(options.host, options.allowed_hosts), crowd)
-        server = _Server(
-            uvicorn.Config(
-                app,
-                http=partial(Connection, crowd=crowd),  # type: ignore[arg-type]  # whatever makes a protocol
-                ws="none",
-                lifespan="off",
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=120,
-                timeout_graceful_shutdown=int(2 * GRACE_S),
-            )
-        )
+        scheme = "http" if options.tls_cert is None else "https"
+        url = f"{scheme}://{_reachable(options.host, host)}:{port}"
+        server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        front = Front(engine, engine.base_url, run_dir, token_file, serving)
+        front = Front(engine, url, run_dir, token_file, serving)
         try:
             if options.is_started:
                 engine.start(options.config)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,9 @@ class Served:
     front: Front | None = None
     """The front itself, where it runs on a thread."""
 
-    def client(self, role: str = "operator") -> SwarmClient:
-        return SwarmClient(self.url, self.tokens[role])
+    def client(self, role: str = "operator", *, reconnect_s: float = 0) -> SwarmClient:
+        """A client that waits for nobody, unless it is told to."""
+        return SwarmClient(self.url, self.tokens[role], reconnect_s=reconnect_s)
 
 
 @dataclass
@@ -91,14 +92,16 @@ def serve_process(
 
 
 @contextlib.contextmanager
-def serve_thread(run_dir: Path, *, worker: tuple[str, ...] = (), **knobs: Any) -> Iterator[Served]:
+def serve_thread(
+    run_dir: Path, *, worker: tuple[str, ...] = (), options: Mapping[str, Any] | None = None, **knobs: Any
+) -> Iterator[Served]:
     """A front on a thread of this process, with a worker, fake unless another is named, in its own process."""
     worker = worker or fake_worker(run_dir, **knobs)
     up: queue.Queue[tuple[Served, asyncio.AbstractEventLoop, asyncio.Event] | BaseException] = queue.Queue()
 
     async def main() -> None:
         ending = asyncio.Event()
-        async with listening(ServeOptions(run_dir, worker_command=worker)) as front:
+        async with listening(ServeOptions(run_dir, worker_command=worker, **(options or {}))) as front:
             tokens = json.loads(front.token_file.read_text())
             up.put((Served(front.url, run_dir, tokens, os.getpid(), front), asyncio.get_running_loop(), ending))
             await ending.wait()

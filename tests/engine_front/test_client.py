@@ -1,9 +1,10 @@
-"""The clients against a real front, and the small HTTP client against servers that behave oddly."""
+"""The clients against a real front, and against servers that behave oddly."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,7 @@ from swarm_engine.client import (
     EpisodeResult,
     Event,
     GroupSizeError,
+    NoAnswerError,
     NotFiniteError,
     SwarmClient,
     SwarmProtocolError,
@@ -26,7 +28,7 @@ from swarm_engine.client import (
     SyncEpisode,
     Task,
 )
-from swarm_engine.client.http import HttpError, HttpPool
+from swarm_engine.client.http import Reconnection
 from swarm_engine.client.wire import EventReader
 from swarm_engine.types import EngineState, Mode
 
@@ -333,7 +335,7 @@ def test_events_of_the_async_client(engine: Served) -> None:
     with_client(engine, work)
 
 
-# The small HTTP client
+# Servers that behave oddly
 
 
 class Odd:
@@ -341,12 +343,13 @@ class Odd:
 
     def __init__(self, *answers: list[bytes]) -> None:
         self.answers = list(answers)
-        self.requests: list[bytes] = []
+        self.requests: list[tuple[str, Any]] = []
+        """Method and path, and the body's JSON."""
         self.writers: list[asyncio.StreamWriter] = []
 
     async def __aenter__(self) -> Odd:
         self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}/x?y=1"
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -361,78 +364,134 @@ class Odd:
         self.writers.append(writer)
         for answer in self.answers.pop(0):
             head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            self.requests.append(head + await reader.readexactly(length))
-            for piece in answer.split(b"|"):
-                writer.write(piece)
-                await writer.drain()
-                await asyncio.sleep(0.005)
+            length = int((head.lower().split(b"content-length: ")[1:] or [b"0"])[0].split(b"\r\n")[0])
+            body = await reader.readexactly(length)
+            self.requests.append((" ".join(head.decode().split()[:2]), json.loads(body or b"null")))
+            writer.write(answer)
+            await writer.drain()
         writer.close()
 
 
-def ask(*answers: list[bytes], times: int = 1) -> tuple[list[tuple[int, bytes] | HttpError], Odd]:
-    async def main() -> tuple[list[tuple[int, bytes] | HttpError], Odd]:
-        found: list[tuple[int, bytes] | HttpError] = []
-        pool = HttpPool()
+def http(body: Any, status: str = "200 OK") -> bytes:
+    payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"HTTP/1.1 {status}\r\ncontent-length: {len(payload)}\r\n\r\n".encode() + payload
+
+
+CLOSED: dict[str, Any] = {"episode_id": None, "reason": "quota", "retry_after_s": 0.1}
+OPEN = {
+    **{"episode_id": "e1", "group_id": "t#0", "index": 0, "base_url": "http://x", "api_key": "k"},
+    **{"policy_version": 0, "lease_s": 60.0},
+}
+DIES = b""
+"""The connection is closed once the request has been read."""
+
+
+def in_both_clients(*answers: list[bytes], ask: Callable[..., Any]) -> Iterator[tuple[Any, list[tuple[str, Any]]]]:
+    """What a question of a client comes to, asked of a server with these answers, and the requests that it took."""
+
+    async def of_sync() -> tuple[Any, list[tuple[str, Any]]]:
         async with Odd(*answers) as odd:
-            for _ in range(times):
-                try:
-                    found.append(await pool.request("POST", odd.url, b"body", {"a": "b"}))
-                except HttpError as error:
-                    found.append(error)
-                await asyncio.sleep(0.02)
-            pool.close()
-        return found, odd
 
-    return asyncio.run(main())
+            def work() -> Any:
+                with SwarmClient(odd.url, "t") as client:
+                    return ask(client)
 
+            return await asyncio.to_thread(work), odd.requests
 
-def test_a_request_is_plain_http() -> None:
-    found, odd = ask([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"])
-    assert found == [(200, b"ok")]
-    head, _, body = odd.requests[0].partition(b"\r\n\r\n")
-    assert head.split(b"\r\n")[0] == b"POST /x?y=1 HTTP/1.1"
-    assert body == b"body"
+    async def of_async() -> tuple[Any, list[tuple[str, Any]]]:
+        async with Odd(*answers) as odd, AsyncSwarmClient(odd.url, "t") as client:
+            return await ask(client), odd.requests
+
+    yield asyncio.run(of_sync())
+    yield asyncio.run(of_async())
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 201 Created\r\ncontent-length: 5\r\n\r\nhe|llo",
-        b"HTTP/1.1 201 Created\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n|3;x=y\r\nl|lo\r\n0\r\n\r\n",
-        b"HTTP/1.1 201 Created\r\nconnection: close\r\n\r\nhe|llo",
-        b"HTTP/1.1 100 Continue\r\n\r\n|HTTP/1.1 201 Created\r\ncontent-length: 5\r\n\r\nhello",
-        b"HTTP/1.1 201 Cre|ated\r\ncontent-length: 5\r|\n\r\nhello",
-    ],
-)
-def test_replies_come_with_a_length_in_chunks_or_up_to_the_end_and_in_any_pieces(answer: bytes) -> None:
-    assert ask([answer])[0] == [(201, b"hello")]
+def claim(client: Any) -> Any:
+    return (client.claim if isinstance(client, AsyncSwarmClient) else client.episode)("t", wait_s=None)
 
 
-def test_a_connection_is_used_again_and_one_that_was_hung_up_while_idle_is_replaced() -> None:
-    ok = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
-    found, odd = ask([ok, ok], [ok], times=3)
-    assert found == [(200, b"")] * 3
-    assert len(odd.requests) == 3
+def test_a_claim_whose_connection_dies_is_sent_again_with_its_key() -> None:
+    claims = [http(CLOSED), DIES], [http(OPEN)], [http({})]
+    for episode, requests in in_both_clients(*claims, ask=claim):
+        assert episode.episode_id == "e1"
+        assert [path for path, _ in requests] == ["POST /swarm/v1/episodes"] * 3
+        assert len({body["claim_key"] for _, body in requests}) == 1
 
 
-def test_a_connection_that_is_hung_up_just_as_it_is_used_again_is_replaced() -> None:
-    ok = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
-    found, odd = ask([ok, b""], [ok], times=2)
-    assert found == [(200, b"")] * 2
-    assert len(odd.requests) == 3
+def test_a_claim_whose_episode_was_lost_with_its_answer_takes_another_key() -> None:
+    gone = http({"error": {"code": "episode_lost", "message": "gone", "hint": ""}}, "410 Gone")
+    for episode, requests in in_both_clients([http(CLOSED), DIES], [gone, http(OPEN)], [http({})], ask=claim):
+        assert episode.episode_id == "e1"
+        keys = [body["claim_key"] for _, body in requests]
+        assert keys == [keys[0]] * 3 + [keys[3]]
+        assert keys[3] != keys[0]
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhel", b"", b"SSH-2.0-x\r\n\r\n"])
-def test_an_answer_that_breaks_off_or_is_no_http_is_an_error(answer: bytes) -> None:
-    ((error,), _) = ask([answer])
-    assert isinstance(error, HttpError)
+def test_what_a_proxy_answers_while_the_server_is_gone_is_waited_out() -> None:
+    bad_gateway = http(b"<html>nginx</html>", "502 Bad Gateway")
+    for episode, requests in in_both_clients([http(CLOSED), bad_gateway, http(OPEN)], [http({})], ask=claim):
+        assert (episode.episode_id, len(requests)) == ("e1", 3)
+
+
+def test_a_request_that_does_something_twice_when_sent_twice_is_sent_once() -> None:
+    def save_sync(client: SwarmClient) -> None:
+        assert client.completed() == {}
+        with pytest.raises(NoAnswerError, match="no answer from"):
+            client.checkpoint()
+
+    async def save_async(client: AsyncSwarmClient) -> None:
+        assert await client.completed() == {}
+        with pytest.raises(NoAnswerError, match="no answer from"):
+            await client.checkpoint()
+
+    def save(client: Any) -> Any:
+        return (save_async if isinstance(client, AsyncSwarmClient) else save_sync)(client)  # type: ignore[arg-type]
+
+    for _, requests in in_both_clients([http({"completed": {}}), DIES], ask=save):
+        assert [path for path, _ in requests] == ["GET /swarm/v1/tasks", "POST /swarm/v1/checkpoints"]
+
+
+def refusal(code: str) -> SwarmUnavailableError:
+    return SwarmUnavailableError("503", code)
+
+
+def test_a_server_is_waited_for_in_growing_pauses_up_to_the_limit_counted_from_its_loss() -> None:
+    sent, unsent = NoAnswerError("gone", is_sent=True), NoAnswerError("gone", is_sent=False)
+
+    def pause(error: SwarmUnavailableError, now: float, num_tries: int = 0, is_repeatable: bool = True) -> float:
+        return reconnection.pause_s(error, is_repeatable=is_repeatable, num_tries=num_tries, now=now)
+
+    reconnection = Reconnection(10.0)
+    with pytest.raises(NoAnswerError, match=r"^gone$"):  # it has never answered
+        pause(sent, 0.0)
+    reconnection.heard()
+    assert [pause(sent, 100.0, tries) for tries in range(7)] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert pause(unsent, 109.75, 9, is_repeatable=False) == 0.25
+    with pytest.raises(NoAnswerError, match=r"^gone$"):
+        pause(sent, 101.0, is_repeatable=False)
+    with pytest.raises(NoAnswerError, match=r"gone It was waited for 10 s \(reconnect_s\)"):
+        pause(sent, 110.0, 9)
+    # Another request finds the limit reached and does not wait anew.
+    with pytest.raises(NoAnswerError, match=r"^gone$"):
+        pause(sent, 111.0)
+    # Back: its engine may still have to be started, within the same time; one that failed does not get better.
+    assert pause(refusal("engine_offline"), 105.0) == 0.05
+    with pytest.raises(SwarmUnavailableError):
+        pause(refusal("engine_failed"), 105.0)
+    with pytest.raises(SwarmUnavailableError):
+        pause(refusal("engine_offline"), 110.0)
+    for code in ("server_closing", "too_many_connections"):
+        assert pause(refusal(code), 200.0, is_repeatable=False) == 0.05
+    assert pause(refusal("journal_locked"), 200.0) == 0.05
+    with pytest.raises(SwarmUnavailableError):
+        pause(refusal("journal_locked"), 200.0, is_repeatable=False)
+    with pytest.raises(ValueError, match="reconnect_s is -1"):
+        Reconnection(-1)
 
 
 def test_something_that_is_no_swarm_is_told_apart() -> None:
     async def main() -> None:
-        odd = Odd([b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>"])
-        async with odd, AsyncSwarmClient(odd.url.partition("/x")[0], "t") as client:
+        async with Odd([http(b"<html>")]) as odd, AsyncSwarmClient(odd.url, "t") as client:
             with pytest.raises(SwarmProtocolError, match="is this the address of a swarm"):
                 await client.status()
 

@@ -29,6 +29,8 @@ from conftest import SMALL, Process, Served, fake_worker, log_of, serve_process,
 from fake_worker import as_metric, digest
 
 from swarm_engine.client import (
+    AsyncSwarmClient,
+    Episode,
     EpisodeLostError,
     SwarmClient,
     SwarmError,
@@ -332,9 +334,81 @@ def test_a_program_that_was_killed_goes_on_with_its_tasks_where_it_was(tmp_path:
         results = client.run(tasks, rollout, group_size=2, concurrency=1, resume=True)
         assert [one.task_id for one in results] == ["t4", *(f"t{number}" for number in range(5, 10) for _ in range(2))]
         wait_for_step(client, 5)
-        assert client.run(tasks, talk, group_size=2, concurrency=1, resume=True) == []
+        assert client.run(tasks, talk, group_size=2, concurrency=1, resume=True, epoch=0) == []
     assert before + played == [f"t{number}" for number in range(10) for _ in range(2)]
     check_journal(run_dir)
+
+
+def test_a_program_that_runs_its_tasks_once_an_update_goes_on_where_it_was(serving: Callable[..., Served]) -> None:
+    """Three updates of the same two tasks; killed in the second, begun again, killed again, gone on with by number."""
+    served = serving()
+    tasks, played = [Task("a"), Task("b")], []
+
+    def program(
+        stops_after: int, run: Callable[[SwarmClient, int, Callable[[SyncEpisode, Task], None]], Any]
+    ) -> list[str]:
+        """What it plays until it is killed, or through all its updates."""
+        played.clear()
+
+        def rollout(episode: SyncEpisode, task: Task) -> None:
+            if len(played) == stops_after:
+                raise KeyboardInterrupt
+            talk(episode, task)
+            played.append(task.task_id)
+
+        with served.client() as client, suppress(KeyboardInterrupt):
+            for number in range(3):
+                run(client, number, rollout)
+        return played.copy()
+
+    def counted(client: SwarmClient, _: int, rollout: Callable[[SyncEpisode, Task], None]) -> None:
+        client.run(tasks, rollout, group_size=2, concurrency=1, resume=True)
+
+    def numbered(client: SwarmClient, number: int, rollout: Callable[[SyncEpisode, Task], None]) -> None:
+        if number == 2:  # it begins elsewhere than the program before
+            client.run(tasks, rollout, group_size=2, concurrency=1, resume=True, epoch=number)
+
+    with served.client() as client:
+        client.start(CONFIG, wait=True)
+        assert program(5, counted) == ["a", "a", "b", "b", "a"]
+        assert program(4, counted) == ["a", "b", "b", "a"]
+        assert program(99, numbered) == ["a", "b", "b"]
+        assert program(99, counted) == []
+        wait_for_step(client, 3)
+        assert client.completed() == {"a": 6, "b": 6}
+    check_journal(served.run_dir)
+
+
+def test_a_run_that_failed_is_not_counted_as_a_pass(serving: Callable[..., Served]) -> None:
+    served = serving()
+
+    async def main() -> None:
+        async with AsyncSwarmClient(served.url, served.tokens["operator"]) as client:
+            played: list[str] = []
+
+            async def rollout(episode: Episode, task: Task) -> None:
+                if len(played) == 3:
+                    played.append("fails")
+                    raise KeyError("a bug of mine")
+                played.append(task.task_id)
+                await episode.end(reward=1.0)
+
+            await client.start(CONFIG, wait=True)
+            tasks = [Task("a"), Task("b"), Task("a")]
+            with pytest.raises(KeyError):
+                await client.run(tasks, rollout, group_size=2, concurrency=1, resume=True)
+            assert played == ["a", "a", "b", "fails"]
+            for _ in range(2):
+                del played[4:]
+                await client.run(tasks, rollout, group_size=2, concurrency=1, resume=True)
+            assert played[4:] == ["a", "a", "b", "b", "a", "a"]
+            with pytest.raises(ValueError, match="resume goes with mode train, not eval"):
+                await client.run(tasks, rollout, group_size=2, concurrency=1, resume=True, mode=Mode.EVAL)
+            with pytest.raises(ValueError, match="add resume=True"):
+                await client.run(tasks, rollout, group_size=2, concurrency=1, epoch=1)
+            assert await client.completed() == {"a": 8, "b": 4}
+
+    asyncio.run(main())
 
 
 def test_a_member_that_never_ends_wedges_its_group_neither_before_nor_after_a_restart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from conftest import SMALL, Served, serve_thread
 from test_lifecycle import check_journal, play, wait_for_state, wait_for_step, wait_until, worker_of
 
 from swarm_engine.client import SwarmClient, SwarmRequestError
+from swarm_engine.errors import ServerClosingError
 from swarm_engine.server import engine as front_engine
 from swarm_engine.types import EngineState
 
@@ -67,6 +69,15 @@ def test_a_server_that_goes_down_skips_a_checkpoint_that_takes_too_long(
     with serve_thread(tmp_path / "run") as again, again.client() as client:
         assert client.start(wait=True).step == 1
     check_journal(tmp_path / "run")
+
+
+def test_a_request_that_finds_the_journal_closed_hears_that_the_server_goes_down(tmp_path: Path) -> None:
+    """A client that asks meanwhile whether its episode is gone must not take it for an answer."""
+    with serve_thread(tmp_path / "run") as served:
+        assert served.front is not None
+        roster = served.front.engine.roster
+    with pytest.raises(ServerClosingError, match="the server is going down; start it again"):
+        asyncio.run(roster.describe("e"))
 
 
 def test_a_stop_ends_the_worker_whatever_its_checkpoint_runs_into(
