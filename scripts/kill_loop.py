@@ -79,7 +79,7 @@ class Server:
 
     def start(self) -> None:
         words = ["serve", "--run-dir", str(self.run_dir), "--port", str(self.port), "--json"]
-        command = [sys.executable, "-m", "swarm_engine.cli", *words]
+        command = [sys.executable, "-P", "-m", "swarm_engine.cli", *words]
         with (self.run_dir.parent / "server.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
         assert self.process.stdout

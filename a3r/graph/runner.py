@@ -15,18 +15,13 @@ from langgraph.types import Command, interrupt
 
 from a3r import store
 from a3r.errors import JobError
-from a3r.executor import Executor, JobSpec, JobStatus
+from a3r.executor import JobSpec, JobStatus
 from a3r.executor import JobState as HereState
 from a3r.graph.state import Deps, StudyState
-from a3r.paths import Home
 from a3r.store import RunView
 from experiments_db import writes
 from experiments_db.errors import StaleWriterError
 from experiments_db.models import JobState, OwnerType
-
-RESULTS_FILE = "results.json"
-CAUSE_LINES = 3
-"""Lines of a failed job's output that its row keeps."""
 
 
 def runner(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, StudyState]:
@@ -67,7 +62,7 @@ def runner(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Study
     def collect(state: StudyState) -> StudyState:
         """Results came as events while the runs ran; what is left is to note the files they leave."""
         for run in store.runs(deps.database, state["study_id"], state["stage"]):
-            results = deps.paths(state).run(run.arm, run.seed) / RESULTS_FILE
+            results = deps.paths(state).run(run.arm, run.seed) / store.RESULTS_FILE
             if results.exists():
                 place = deps.home.stored(results)
                 with deps.database.write() as session:
@@ -119,7 +114,7 @@ def observe(deps: Deps, runs: list[RunView]) -> list[str]:
             continue
         gone = JobStatus(key, HereState.LOST, "the executor does not know it any more", deps.home.jobs / key)
         status = statuses.get(key, gone)
-        state, cause = judged(deps.executor, deps.home, run, status)
+        state, cause = store.judged(deps.executor, status, deps.home.place(run.run_dir))
         if state is JobState.QUEUED and run.job_state is not JobState.SUBMITTED:
             continue
         try:
@@ -133,17 +128,6 @@ def observe(deps: Deps, runs: list[RunView]) -> list[str]:
         if status.state is HereState.NOT_STARTED:
             faults.append(f"job {key} {cause}")
     return faults
-
-
-def judged(executor: Executor, home: Home, run: RunView, status: JobStatus) -> tuple[JobState, str]:
-    """How a job stands, and why. Exit code 0 without results is a failure: silence is no success."""
-    state = store.state_of(status)
-    if status.state is HereState.SUCCEEDED and not (home.place(run.run_dir) / RESULTS_FILE).exists():
-        return JobState.FAILED_CODE, f"exit code 0, but it left no {RESULTS_FILE}"
-    if status.state is HereState.FAILED:
-        said = executor.tail(status.key, CAUSE_LINES)
-        return state, f"{status.cause}: {said}" if said else status.cause
-    return state, status.cause
 
 
 def fence(deps: Deps, job_id: str) -> int:
