@@ -391,6 +391,7 @@ def test_a_run_that_failed_is_not_counted_as_a_pass(serving: Callable[..., Serve
                     played.append("fails")
                     raise KeyError("a bug of mine")
                 played.append(task.task_id)
+                await episode.chat(HI, max_tokens=1)
                 await episode.end(reward=1.0)
 
             await client.start(CONFIG, wait=True)
