@@ -85,6 +85,7 @@ class GuidanceProcess:
             raise RefusedError(f"llguidance can't be started ({error.strerror})", is_lasting=False) from error
         self._line.setblocking(False)
         self._readiness = select.poll()
+        self._is_stuck = False
         self.close = weakref.finalize(self, _end, self._process, self._line)
         """Ends it; at the latest when nobody asks it any more."""
 
@@ -129,6 +130,7 @@ class GuidanceProcess:
         self._readiness.register(self._line, select.POLLIN | (select.POLLOUT if is_writer else 0))
         ready = self._readiness.poll(1000 * MAX_WAIT_S)
         if not ready:
+            self._is_stuck = True
             self._process.kill()
             return
         if ready[0][1] == select.POLLOUT:
@@ -153,10 +155,15 @@ class GuidanceProcess:
         """It has ended: the first question without an answer is to blame."""
         self.close()
         code = self._process.returncode
-        if code < 0:
+        blamed: Exception
+        if self._is_stuck:
+            blamed = RefusedError(f"llguidance gave no answer for {MAX_WAIT_S:.0f} s", is_lasting=False)
+        elif code == -signal.SIGKILL:
+            # By somebody else, for instance for the memory of the whole machine.
+            blamed = LostError()
+        elif code < 0:
             name = signal.Signals(-code).name
-            why = ENDED_BY.get(signal.Signals(-code), "its process was killed")
-            blamed = RefusedError(f"{why} ({name})", is_lasting=code != -signal.SIGKILL)
+            blamed = RefusedError(f"{ENDED_BY.get(signal.Signals(-code), 'llguidance ended over it')} ({name})")
         else:
             blamed = RefusedError(f"llguidance broke over it (exit code {code})")
         for place, asked in enumerate(self._waiting):

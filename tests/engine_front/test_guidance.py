@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import os
 import random
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ from conftest import SMALL, Served, serve_thread
 
 from swarm_engine.client import SyncEpisode
 from swarm_engine.errors import BadRequestError
-from swarm_engine.guidance import GuidanceProcess, LostError, RefusedError
+from swarm_engine.guidance import Guidance, GuidanceProcess, LostError, RefusedError
 from swarm_engine.server.grammars import BLANKS, check_parameters, json_schema_grammar
 from swarm_engine.types import EngineState, Mode
 from swarm_engine.version import installed_version
@@ -116,6 +118,18 @@ def test_what_was_asked_behind_a_fatal_question_is_lost_and_not_to_blame() -> No
     assert process.has_ended
     with pytest.raises(LostError):
         process.answer(process.ask("check", lark("c")))
+
+
+def test_a_process_that_somebody_else_kills_is_started_again_and_nobody_is_to_blame() -> None:
+    guidance = Guidance()
+    assert guidance.ask("check", lark("a")) == b"[false, []]"
+    first = set(FUZZ["children_of"](os.getpid()))
+    for child, command in FUZZ["children_of"](os.getpid()).items():
+        if "guidance_process" in command:
+            os.kill(child, signal.SIGKILL)
+    assert guidance.ask("check", lark("b")) == b"[false, []]"
+    assert set(FUZZ["children_of"](os.getpid())) - first
+    guidance.close()
 
 
 def lark(text: str) -> str:
