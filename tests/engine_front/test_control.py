@@ -426,7 +426,7 @@ def test_events_are_numbered_resumable_and_followed_live(engine: Served) -> None
     with engine.client() as client:
         seen = list(client.events(follow=False))
         assert [event.seq for event in seen] == list(range(1, len(seen) + 1))
-        assert [event.kind for event in seen[:4]] == ["server", "config", "state", "state"]
+        assert [event.kind for event in seen[:5]] == ["server", "config", "state", "trained", "state"]
         assert list(client.events(after=seen[-3].seq, follow=False))[:2] == seen[-2:]
         raw = ask(engine, "GET", "/events?follow=false", **{"last-event-id": str(seen[-2].seq)})
         assert raw.headers["content-type"].startswith("text/event-stream")
