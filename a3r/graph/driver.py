@@ -28,7 +28,9 @@ from a3r.graph.lease import lease
 from a3r.graph.runner import observe
 from a3r.graph.state import GRAPH_VERSION, Approval, Deps, StudyState
 from a3r.prereg.plan import Plan
+from a3r.store import RunView
 from experiments_db.engine import BUSY_TIMEOUT_S
+from experiments_db.errors import ExperimentsDbError
 from experiments_db.models import ExperimentStatus, StudyStatus
 
 POLL_S = 0.5
@@ -127,13 +129,18 @@ def untraced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_job_unwatched(study_id: str, deps: Deps) -> Iterator[None]:
-    """After an error nobody watches the study's jobs, so they end; they go on from their last update on resume."""
+    """After an error nobody watches the study's jobs, so they end; they go on from their last update on resume.
+
+    How they ended is written down now: a job that could not be started would stop the study again when it goes on.
+    """
     try:
         yield
     except StoppedError:
         raise
     except Exception:
         deps.executor.cancel(key for key in deps.executor.list() if key.startswith(study_id))
+        with contextlib.suppress(ExperimentsDbError):  # where the error was the database's, that one is told
+            observe(deps, _open_runs(store.runs(deps.database, study_id)))
         raise
 
 
@@ -205,10 +212,15 @@ def _watch(study_id: str, stage: int, deps: Deps) -> None:
         time.sleep(POLL_S)
 
 
+def _open_runs(runs: list[RunView]) -> list[RunView]:
+    """Those with a job that has not ended, as far as the rows know."""
+    return [run for run in runs if run.job_key and run.job_state is not None and not run.job_state.is_terminal]
+
+
 def _stop(study_id: str, deps: Deps) -> StoppedError:
     """End the running jobs, write that down, and say how to go on."""
     runs = store.runs(deps.database, study_id)
-    going = [run for run in runs if run.job_key and run.job_state is not None and not run.job_state.is_terminal]
+    going = _open_runs(runs)
     deps.tell("stopping", jobs=len(going))
     deps.executor.cancel([run.job_key for run in going if run.job_key])
     observe(deps, going)

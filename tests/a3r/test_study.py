@@ -745,6 +745,19 @@ def test_a_job_that_can_not_be_started_is_no_result_and_the_study_waits(lab_in):
         if kind == "rendered":
             shutil.rmtree(project)
 
+    poll, cancel = lab.deps.executor.poll, lab.deps.executor.cancel
+    is_told = []
+
+    def one_after_the_other(keys: Any) -> dict[str, executor.JobStatus]:
+        """The others end a moment later, when the first has stopped the study."""
+        waits = {} if is_told else {"state": executor.JobState.QUEUED}
+        return {
+            key: status if key.endswith("s1.1") else dataclasses.replace(status, **waits)
+            for key, status in poll(keys).items()
+        }
+
+    lab.deps.executor.poll = one_after_the_other
+    lab.deps.executor.cancel = lambda keys: is_told.append(cancel(keys))
     lab.deps.tell = lose_the_project
     with pytest.raises(A3RError, match=f"could not be started: .*No such file.*a3r resume {study}"):
         lab.go(study)
