@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from itertools import dropwhile
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _source = ""
 
 def forked(*command: str) -> tuple[str, ...]:
     """The command that does what `command` does, a Python program by its file or by `-m`."""
-    words = command[command.index("-m") :] if "-m" in command else command[1:]
+    words = dropwhile(lambda word: word.startswith("-") and word != "-m", command[1:])
     return (command[0], "-I", "-S", __file__, _start(), *words)
 
 
