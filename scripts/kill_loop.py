@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -68,6 +69,8 @@ class Server:
     run_dir: Path
     port: int
     token: str = ""
+    deaths: set[str] = field(default_factory=set)
+    """How fronts ended that nobody had killed."""
     process: subprocess.Popen[bytes] = field(init=False)
 
     @property
@@ -100,9 +103,22 @@ class Server:
             return [front, *front.children()]
         return []
 
+    def kill(self) -> None:
+        """Kill the front."""
+        self.process.kill()
+        if (code := self.process.wait()) != -signal.SIGKILL:
+            self.deaths.add(f"process {self.process.pid} ended with code {code}")
+
     def mend(self) -> None:
         """Start what is dead, and wait until episodes are taken."""
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                return self._bring_up()
+            self.kill()
+
+    def _bring_up(self) -> None:
         if self.process.poll() is not None:
+            self.kill()
             self.start()
         deadline = time.monotonic() + BOOT_TIMEOUT_S
         while (status := self.status())["state"] in ("OFFLINE", "FAILED", "BOOTING"):
@@ -223,12 +239,13 @@ def run(home: Path, kills: int, num_readers: int, seed: int) -> int:
             for _ in range(kills):
                 time.sleep(draw.uniform(0.0, 2.0))
                 deleted |= deleted_files([psutil.Process(), *server.processes()], home)
-                front, *workers = server.processes()
+                workers = server.processes()[1:]
                 is_worker = bool(workers) and draw.random() < 0.5
-                (workers[0] if is_worker else front).kill()
                 killed["worker" if is_worker else "front"] += 1
-                if not is_worker:
-                    server.process.wait()
+                if is_worker:
+                    workers[0].kill()
+                else:
+                    server.kill()
                 if draw.random() < 0.8:  # else the next kill meets a boot
                     server.mend()
                 elif not is_worker:
@@ -244,11 +261,12 @@ def run(home: Path, kills: int, num_readers: int, seed: int) -> int:
         server.process.terminate()
         server.process.wait(60)
         found = {**faults(server.run_dir, database, ends), "deleted, yet open": sorted(deleted)}
-    print(f"kills                {dict(killed)}, seed {seed}, {num_readers} readers")
-    print(f"ends asked for       {len(ends.asked)}")
-    print(f"ends answered        {len(ends.answered)}")
+    found["front ended by itself"] = sorted(server.deaths)
+    print(f"kills                 {dict(killed)}, seed {seed}, {num_readers} readers")
+    print(f"ends asked for        {len(ends.asked)}")
+    print(f"ends answered         {len(ends.answered)}")
     for name, cases in found.items():
-        print(f"{name:<20} {len(cases)}{'  ' + cases[0] if cases else ''}")
+        print(f"{name:<21} {len(cases)}{'  ' + cases[0] if cases else ''}")
     return int(any(found.values()))
 
 
