@@ -15,7 +15,6 @@ from sqlmodel import col, select
 
 from a3r import store
 from a3r.executor import LocalExecutor
-from a3r.graph.runner import judged
 from a3r.paths import Home
 from experiments_db import writes
 from experiments_db.engine import Database
@@ -71,7 +70,7 @@ def _studies(database: Database, home: Home) -> None:
             assert run.job_key
             status = statuses.get(run.job_key)
             if status is not None and status.state.is_final:
-                state, cause = judged(executor, run, status)
+                state, cause = store.judged(executor, status, run.run_dir)
                 store.observe(database, run.job_id, store.take_over(database, run.job_id), status, cause, state)
         store.set_status(database, study.id, StudyStatus.PAUSED, f"{GONE}; go on with: a3r resume {study.id}")
 

@@ -16,8 +16,8 @@ from sqlmodel import Session, col, func, or_, select
 
 from a3r.errors import A3RError, UsageError
 from a3r.estimates import ANALYSIS, STUDY_CODE, Draft, Measurement, RunRecord, code_sha
+from a3r.executor import Executor, JobStatus
 from a3r.executor import JobState as HereState
-from a3r.executor import JobStatus
 from a3r.integrity import Facts
 from a3r.prereg.plan import Arm, Direction, Plan, Source, StageKind, load_locked
 from experiments_db import models, queries, writes
@@ -26,6 +26,9 @@ from experiments_db.engine import Database
 MAX_LOSSES = 3
 """So often a run may be lost before it is given up; one that fails by itself is not tried again, for failing is its
 result, and one that the user stopped goes on however often."""
+RESULTS_FILE = "results.json"
+CAUSE_LINES = 3
+"""Lines of a failed job's output that its row keeps."""
 LOST_STATES = (models.JobState.LOST, models.JobState.PREEMPTED)
 SKIPPED, NOT_FINITE_GRADIENT = "skipped", "nonfinite_gradient"
 """The engine's metrics, 1 where they hold: the update changed no weight; it did not because of its gradient."""
@@ -404,6 +407,17 @@ def state_of(status: JobStatus) -> models.JobState:
     if status.state is HereState.FAILED and status.signal == 9:
         return models.JobState.FAILED_OOM
     return _STATES[status.state]
+
+
+def judged(executor: Executor, status: JobStatus, run_dir: Path) -> tuple[models.JobState, str]:
+    """How a job stands, and why. Exit code 0 without results is a failure: silence is no success."""
+    state = state_of(status)
+    if status.state is HereState.SUCCEEDED and not (run_dir / RESULTS_FILE).exists():
+        return models.JobState.FAILED_CODE, f"exit code 0, but it left no {RESULTS_FILE}"
+    if status.state is HereState.FAILED:
+        said = executor.tail(status.key, CAUSE_LINES)
+        return state, f"{status.cause}: {said}" if said else status.cause
+    return state, status.cause
 
 
 def records(database: Database, plan: Plan, views: Iterable[RunView]) -> list[RunRecord]:

@@ -14,17 +14,13 @@ from langgraph.graph.state import CompiledStateGraph
 from langgraph.types import Command, interrupt
 
 from a3r import store
-from a3r.executor import Executor, JobSpec, JobStatus
+from a3r.executor import JobSpec, JobStatus
 from a3r.executor import JobState as HereState
 from a3r.graph.state import Deps, StudyState
 from a3r.store import RunView
 from experiments_db import writes
 from experiments_db.errors import StaleWriterError
 from experiments_db.models import JobState, OwnerType
-
-RESULTS_FILE = "results.json"
-CAUSE_LINES = 3
-"""Lines of a failed job's output that its row keeps."""
 
 
 def runner(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, StudyState]:
@@ -60,7 +56,7 @@ def runner(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Study
     def collect(state: StudyState) -> StudyState:
         """Results came as events while the runs ran; what is left is to note the files they leave."""
         for run in store.runs(deps.database, state["study_id"], state["stage"]):
-            results = run.run_dir / RESULTS_FILE
+            results = run.run_dir / store.RESULTS_FILE
             if results.exists():
                 with deps.database.write() as session:
                     writes.add_artifact(session, OwnerType.EXPERIMENT, run.experiment_id, "results", str(results))
@@ -110,7 +106,7 @@ def observe(deps: Deps, runs: list[RunView]) -> None:
             continue
         gone = JobStatus(key, HereState.LOST, "the executor does not know it any more", deps.home.jobs / key)
         status = statuses.get(key, gone)
-        state, cause = judged(deps.executor, run, status)
+        state, cause = store.judged(deps.executor, status, run.run_dir)
         if state is JobState.QUEUED and run.job_state is not JobState.SUBMITTED:
             continue
         try:
@@ -121,17 +117,6 @@ def observe(deps: Deps, runs: list[RunView]) -> None:
             raise
         if news and state.is_terminal:
             deps.tell("job_ended", job=key, arm=run.arm, seed=run.seed, state=state, cause=cause, s=status.seconds)
-
-
-def judged(executor: Executor, run: RunView, status: JobStatus) -> tuple[JobState, str]:
-    """How a job stands, and why. Exit code 0 without results is a failure: silence is no success."""
-    state = store.state_of(status)
-    if status.state is HereState.SUCCEEDED and not (run.run_dir / RESULTS_FILE).exists():
-        return JobState.FAILED_CODE, f"exit code 0, but it left no {RESULTS_FILE}"
-    if status.state is HereState.FAILED:
-        said = executor.tail(status.key, CAUSE_LINES)
-        return state, f"{status.cause}: {said}" if said else status.cause
-    return state, status.cause
 
 
 def fence(deps: Deps, job_id: str) -> int:
