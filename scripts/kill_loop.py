@@ -25,13 +25,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from sqlmodel import col, select
 
 from experiments_db.collect import Collector
@@ -96,12 +95,13 @@ class Server:
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
 
-    def processes(self) -> list[psutil.Process]:
-        """The front, and its worker where it has one."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            front = psutil.Process(self.process.pid)
-            return [front, *front.children()]
-        return []
+    def workers(self) -> list[int]:
+        """Process ids of what the front has started; none where it is dead."""
+        found: list[int] = []
+        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # a thread that has ended
+                found += map(int, children.read_text().split())
+        return found
 
     def kill(self) -> None:
         """Kill the front."""
@@ -166,16 +166,16 @@ def end(server: Server, ends: Ends, episode_id: str, reward: float, is_over: thr
         time.sleep(0.05)
 
 
-def deleted_files(processes: list[psutil.Process], home: Path) -> set[str]:
+def deleted_files(pids: Sequence[int], home: Path) -> set[str]:
     """Files of the home that these processes write to though they are deleted."""
     found = set()
-    for process in processes:
+    for pid in pids:
         with contextlib.suppress(OSError):
-            for descriptor in os.listdir(f"/proc/{process.pid}/fd"):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    target = os.readlink(f"/proc/{process.pid}/fd/{descriptor}")
+                    target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
                     if target.startswith(str(home)) and target.endswith("(deleted)"):
-                        found.add(f"{target}, process {process.pid}")
+                        found.add(f"{target}, process {pid}")
     return found
 
 
@@ -238,12 +238,13 @@ def run(home: Path, kills: int, num_readers: int, seed: int) -> int:
                 client.start()
             for _ in range(kills):
                 time.sleep(draw.uniform(0.0, 2.0))
-                deleted |= deleted_files([psutil.Process(), *server.processes()], home)
-                workers = server.processes()[1:]
+                deleted |= deleted_files([os.getpid(), server.process.pid, *server.workers()], home)
+                workers = server.workers()
                 is_worker = bool(workers) and draw.random() < 0.5
                 killed["worker" if is_worker else "front"] += 1
                 if is_worker:
-                    workers[0].kill()
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(workers[0], signal.SIGKILL)
                 else:
                     server.kill()
                 if draw.random() < 0.8:  # else the next kill meets a boot
@@ -256,7 +257,7 @@ def run(home: Path, kills: int, num_readers: int, seed: int) -> int:
             is_over.set()
             for client in clients:
                 client.join()
-            deleted |= deleted_files([psutil.Process(), *server.processes()], home)
+            deleted |= deleted_files([os.getpid(), server.process.pid, *server.workers()], home)
             collector.drain(server.status()["last_seq"])
         server.process.terminate()
         server.process.wait(60)

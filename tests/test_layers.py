@@ -42,7 +42,7 @@ MAY_NEED = {
     "swarm_engine": ("engine", "ray", "vllm"),
     "experiments_db": (),
     "examples": ("engine", "frameworks"),
-    "scripts": ("engine", "frameworks", "dev"),
+    "scripts": ("engine", "frameworks"),
     "benchmarks": ("engine", "frameworks", "trl", "vllm"),
     "tests": ("engine", "postgres", "dev"),
     "tests/frameworks": ("engine", "frameworks", "dev"),
