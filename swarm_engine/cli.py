@@ -74,6 +74,8 @@ def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_j
 
     folder = run_dir or default_run_dir()
     if url is None:
+        url = url_of(folder)
+    if url is None:
         give_up(f"no server runs in {folder}; start one with `swarm serve --run-dir {folder}`", FAILED, as_json)
     try:
         # Who sits in front of it starts a server that is gone, and asks again.
