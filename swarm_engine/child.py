@@ -49,7 +49,10 @@ def forget_current_folder(package: str) -> None:
     Args:
         package: `__file__` of a module in it.
     """
-    here = os.getcwd()
+    try:
+        here = os.getcwd()
+    except OSError:
+        return  # it was removed, so nothing is imported from it
     if not sys.flags.safe_path and sys.path[:1] == [here] and os.path.dirname(os.path.dirname(package)) != here:
         del sys.path[0]
 

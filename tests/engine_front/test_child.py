@@ -122,3 +122,14 @@ def test_a_front_that_was_killed_in_its_workers_first_second_starts_again_and_im
     assert "no front listens" not in (run_dir / "worker.log").read_text(), "the old worker lived on for a while"
     assert "Traceback" not in log_of(run_dir).read_text()
     assert not (hostile / "imported").exists()
+
+
+@pytest.mark.parametrize("package", ["a3r", "vibe"])
+def test_a_command_by_its_package_runs_in_a_folder_that_was_removed(tmp_path: Path, package: str) -> None:
+    told = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, "-m", package, "--version"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (told.returncode, told.stderr) == (0, "")
