@@ -18,6 +18,10 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 """Of an inference request: a long context, or its token ids."""
 MAX_CONTROL_BYTES = 1024 * 1024
 """Of a control request, which is parsed on the event loop: JSON of this length takes it 20 ms and some 30 MB."""
+MAX_VALUES = 2_000_000
+"""Of one body: token ids, mostly. Reading them takes no other request's turn for longer than 0.2 s."""
+MAX_PARTS = 200_000
+"""Texts, lists and objects of one body, names of fields included; each takes the time and memory of many numbers."""
 
 ZLIB_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 """Encodings that are unpacked, with zlib's name for their frame."""
@@ -88,8 +92,10 @@ def parse_json(body: bytes, load: Callable[[str], Any] = json.loads) -> Any:
     Args:
         load: reads the text; Python's own lets NaN and infinity pass as numbers.
     Raises:
+        TooLargeError: it consists of too many values.
         BadRequestError: it is none, is nested too deeply, or holds half of a surrogate pair, which no text may.
     """
+    _check_count(body)
     try:
         value = load(body.decode("utf-8-sig"))
         if ESCAPED_SURROGATE.search(body):
@@ -99,6 +105,30 @@ def parse_json(body: bytes, load: Callable[[str], Any] = json.loads) -> Any:
     except RecursionError as error:
         raise BadRequestError("the body is nested too deeply", "send it flatter") from error
     return value
+
+
+def _check_count(body: bytes) -> None:
+    """See that JSON has no more values than can be read at once: the parser lets no other thread run meanwhile, and
+    makes 800 MB of 32 MB of empty lists.
+
+    Raises:
+        TooLargeError: it has.
+    """
+    if len(body) <= MAX_PARTS:
+        return
+    # Without escapes every quote is the bound of a text, and every second piece between them lies outside.
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    num_parts, num_values = bare.count(b'"') // 2, 0
+    if num_parts <= MAX_PARTS:
+        outside = b"".join(bare.split(b'"')[::2])
+        num_parts += outside.count(b"[") + outside.count(b"{")
+        num_values = outside.count(b",")
+    if num_parts > MAX_PARTS:
+        raise TooLargeError(
+            f"the body has more than {MAX_PARTS} texts, lists and objects", "send fewer of them in one request"
+        )
+    if num_values > MAX_VALUES:
+        raise TooLargeError(f"the body has more than {MAX_VALUES} values", "send fewer in one request")
 
 
 def _check_texts(value: Any, where: str) -> None:

@@ -23,12 +23,13 @@ EXTENSION = "swarm"
 MAX_WAITING = 16
 """Requests sent ahead on a connection that is still watched; past them nothing is read until one is answered."""
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line with its headers, and of what came with their beginning; the parser itself takes any number."""
+"""Of a request line with its headers, and of what stands between and behind chunks of a body, as trailers do; the
+parser itself takes any number, and keeps them all."""
 UNWANTED_BODY_S = 1.0
 """A caller whose request is answered before its body was read may send this long, unheard; most read only then."""
 
 BAD_REQUEST = "Invalid HTTP request received."
-LONG_HEAD = f"The request line and its headers have more than {MAX_HEAD_BYTES} bytes."
+LONG_HEAD = f"The request line and its headers, or its trailers, have more than {MAX_HEAD_BYTES} bytes."
 
 
 class Connection(HttpToolsProtocol):
@@ -37,7 +38,9 @@ class Connection(HttpToolsProtocol):
     _answering: RequestResponseCycle | None = None
     """The request that is being answered; uvicorn itself knows the newest one only."""
     _head_bytes: int | None = None
-    """Of the head that comes in; None between a head and the next."""
+    """That came since the last part of a request that was whole, or a piece of its body; None between requests."""
+    _has_moved = False
+    """Whether such a part came in what is being read; all of it is not counted then."""
 
     def __init__(self, *, crowd: Crowd, **given: Any) -> None:
         super().__init__(**given)
@@ -79,7 +82,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Read on."""
         self._unset_keepalive_if_required()
-        before = self._head_bytes
+        self._has_moved = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
@@ -88,7 +91,7 @@ class Connection(HttpToolsProtocol):
             self.logger.warning(BAD_REQUEST)
             self.send_400_response(BAD_REQUEST)
         else:
-            if self._head_bytes is not None and before is not None:
+            if self._head_bytes is not None and not self._has_moved:
                 self._head_bytes += len(data)
                 if self._head_bytes > MAX_HEAD_BYTES:
                     self.logger.warning(LONG_HEAD)
@@ -111,12 +114,12 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._head_bytes = 0
+        self._head_bytes, self._has_moved = 0, True
         self.scope["extensions"] = {EXTENSION: {"connection": self}}
 
     def on_headers_complete(self) -> None:
         """Answer it, or let it wait for its turn."""
-        self._head_bytes = None
+        self._head_bytes, self._has_moved = 0, True
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
@@ -124,8 +127,14 @@ class Connection(HttpToolsProtocol):
             # Who does not read does not notice the end of the connection.
             self.flow.resume_reading()
 
+    def on_body(self, body: bytes) -> None:
+        """A piece of its body."""
+        self._head_bytes, self._has_moved = 0, True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """Its body is there."""
+        self._head_bytes = None
         if not self.parser.should_upgrade():
             super().on_message_complete()
             self.cycle.more_body = False

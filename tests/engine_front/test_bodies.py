@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import http.client
 import json
@@ -119,6 +120,24 @@ def test_a_caller_that_goes_on_sending_what_was_refused_is_cut_off(engine: Serve
             send_for_ever(connection)
 
 
+@pytest.mark.parametrize("trailers", [b"a: b\r\n" * 100_000, b"a: " + b"b" * 1_000_000])
+def test_trailers_without_an_end_are_refused_and_not_kept(
+    engine: Served, episode: SyncEpisode, trailers: bytes
+) -> None:
+    path = urlsplit(episode.base_url).path
+    with connected(engine) as connection:
+        connection.sendall(
+            f"POST {path}/chat/completions HTTP/1.1\r\nhost: localhost\r\nx-api-key: {episode.api_key}\r\n"
+            "transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n".encode()
+        )
+        connection.settimeout(10)
+        # It may be cut off before all of it was taken.
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(trailers)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
 def test_a_head_without_an_end_is_refused(engine: Served) -> None:
     answer, sent = push(engine, "GET /swarm/v1/status HTTP/1.1\r\nx: ", 60_000_000)
     assert answer.startswith(b"HTTP/1.1 400")
@@ -181,6 +200,31 @@ def test_a_body_that_is_no_json_to_store_is_refused_by_every_route(
     for route in ("chat/completions", "completions", "responses", "messages", "messages/count_tokens"):
         answer = httpx.post(f"{episode.base_url}/{route}", headers={"x-api-key": episode.api_key}, content=body)
         assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        (b"[]," * 10_000_000 + b"[]", "200000 texts, lists and objects"),
+        (b'{"a":1},' * 100_000 + b"1", "200000 texts, lists and objects"),
+        (b'"",' * 200_001 + b"1", "200000 texts, lists and objects"),
+        (b"1," * 2_000_001 + b"1", "2000000 values"),
+    ],
+)
+def test_a_body_of_too_many_values_is_a_413_before_the_parser_holds_up_everybody(
+    episode: SyncEpisode, values: bytes, limit: str
+) -> None:
+    body = b'{"messages": [' + values + b"]}"
+    answer = httpx.post(f"{episode.base_url}/chat/completions", headers={"x-api-key": episode.api_key}, content=body)
+    assert answer.status_code == 413
+    assert f"more than {limit}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("end", ["", "\\", '"', '\\"', '\\\\"'])
+def test_what_a_text_holds_counts_as_no_value_of_its_body(end: str) -> None:
+    """Ended by backslashes and quotes, which are escaped in JSON, the text still ends where it ends."""
+    values = [f"{'[{,' * 1_000_000}{end}", list(range(1_000_000)), ["a", {}] * 60_000]
+    assert parse_json(json.dumps(values).encode()) == values
 
 
 def test_both_halves_of_a_pair_are_one_character_and_a_byte_order_mark_is_none() -> None:
