@@ -32,6 +32,7 @@ from swarm_engine.signals import ending_signals, leave_dead_terminal
 from swarm_engine.types import well_formed
 
 BACKLOG = 2048
+SWITCH_S = 0.001
 GRACE_S = 3.0
 """Replies that are on their way when the server ends have this long; then it hangs up."""
 
@@ -345,6 +346,8 @@ def run(options: ServeOptions, on_listening: Callable[[dict[str, Any]], None]) -
         RunDirError, JournalError: as `serve`.
     """
     raise_file_limit()
+    # A thread that reads a long body gives the interpreter up this often, and the event loop waits no longer for it.
+    sys.setswitchinterval(SWITCH_S)
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if sys.platform != "win32":
         import uvloop

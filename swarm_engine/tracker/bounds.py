@@ -23,7 +23,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set, ValuesView
+from contextlib import nullcontext
 from functools import wraps
+from threading import Lock
 from types import BuiltinMethodType, GeneratorType
 from typing import Any
 
@@ -35,8 +37,8 @@ from jinja2.visitor import NodeTransformer
 
 from swarm_engine.waiting import TakesLongError
 
-MAX_UNITS = 1 << 27
-"""Of one rendering. A conversation of ten million characters needs two thirds of it."""
+MAX_UNITS = 1 << 26
+"""Of one rendering. A conversation of five million characters, more than a million tokens, needs half of it."""
 MAX_WAITING_UNITS = 1 << 22
 """Of one that others wait for, about 50 ms at the worst."""
 MAX_CPU_S = 5.0
@@ -86,6 +88,10 @@ SHALLOW_TESTS = frozenset({
     "boolean", "callable", "defined", "divisibleby", "escaped", "even", "false", "filter", "float", "integer",
     "iterable", "mapping", "none", "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined",
 })  # fmt: skip
+
+ONE_AT_A_TIME = Lock()
+"""Of renderings on threads: they would take the interpreter from each other, and from the event loop as often, and what
+they make would be in memory together."""
 
 STEPS, TEXT, READ, SEARCHED, KEY, CUT = "loop turns", "printed", "compared", "searched", "a key", "cut out"
 """Filters that the template's own syntax tree is given; with a blank in the name no template can name them."""
@@ -245,8 +251,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """
         context = template.new_context(values)
         assert isinstance(context, BoundedContext), "the environment makes no other"
-        context.meter = Meter(is_waited_for=is_waited_for)
-        return "".join(template.root_render_func(context))
+        with nullcontext() if is_waited_for else ONE_AT_A_TIME:
+            context.meter = Meter(is_waited_for=is_waited_for)
+            return "".join(template.root_render_func(context))
 
     def _generate(self, source: nodes.Template, *arguments: Any, **options: Any) -> str:
         return super()._generate(_Charging().visit(source), *arguments, **options)
