@@ -96,7 +96,14 @@ def config_with(teacher: FakeVllm, **changes: Any) -> dict[str, Any]:
     return {
         "seed": 3,
         "num_threads": 1,
-        "trainer": {"group_size": 2, "tasks_per_update": 2, "checkpoint_every": 100, "teacher_weight": 1.0},
+        "trainer": {
+            "group_size": 2,
+            "tasks_per_update": 2,
+            "checkpoint_every": 100,
+            "teacher_weight": 1.0,
+            "learning_rate": 0.001,
+            "warmup_updates": 0,
+        },
         "sampler": {"max_tokens": 8},
         "teacher": {"base_url": teacher.url, "model": "large", **changes},
     }

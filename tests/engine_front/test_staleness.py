@@ -33,7 +33,14 @@ CONFIG: dict[str, Any] = {
     "seed": 3,
     "num_threads": 1,
     "policies": {"policy": {"model": "tiny"}},
-    "trainer": {"group_size": 2, "tasks_per_update": 1, "max_staleness": 2, "checkpoint_every": 100},
+    "trainer": {
+        "group_size": 2,
+        "tasks_per_update": 1,
+        "max_staleness": 2,
+        "checkpoint_every": 100,
+        "learning_rate": 0.001,
+        "warmup_updates": 0,
+    },
     "sampler": {"max_tokens": 6},
 }
 """With weights of version v served, the groups of batches v + 1 to v + 3 may be claimed, one each."""
@@ -170,6 +177,7 @@ def after_a_kill(served: Served, killed: str, gate: Gate) -> Served:
         return serve_process(served.run_dir, worker=gate.command)
     (worker,) = psutil.Process(served.pid).children()
     worker.kill()
+    assert not psutil.wait_procs([worker], timeout=60)[1], "the next opening would let its update pass"
     with served.client() as client:
         wait_for_state(client, EngineState.FAILED)
     return served
@@ -243,6 +251,7 @@ def test_several_policies_are_trained_ahead_and_survive_a_kill_bit_for_bit(tmp_p
             wait_for_update(client, 2)
             assert {name: one.version for name, one in client.status().policies.items()} == {"left": 1, "right": 1}
             batches.append(play_both(client, "d", 1.0))
+            wait_until(lambda: any(one.step == 1 for one in client.checkpoints()), 60)
         served = after_a_kill(served, killed, gate)
         with served.client() as client:
             client.start()

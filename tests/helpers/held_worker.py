@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,18 @@ class Gate:
 
     def open(self, fault: str = "") -> None:
         """Wait until an update is there and let it pass, or fail of a fault."""
-        self.path.write_text(fault)
+        passed = passed_at(self.path)
+        # Held until it was read: where a pipe is closed before its reader has woken up, some systems let that wait on.
+        with self.path.open("w") as gate:
+            print(fault, file=gate, flush=True)
+            while not passed.exists():
+                time.sleep(0.005)
+        passed.unlink()
+
+
+def passed_at(gate: Path) -> Path:
+    """The file by which an update says that it has passed."""
+    return gate.with_name(f"{gate.name}-passed")
 
 
 class HeldTrainer(Trainer):
@@ -39,7 +51,10 @@ class HeldTrainer(Trainer):
     def update(self, record: BatchRecord, episodes: Sequence[Episode]) -> Updated:
         """Wait, then train."""
         if record.step > HeldTrainer.passed:
-            if fault := self.gate.read_text():
+            with self.gate.open() as gate:
+                fault = gate.readline().strip()
+            passed_at(self.gate).touch()
+            if fault:
                 raise RuntimeError(fault)
             HeldTrainer.passed = record.step
         return super().update(record, episodes)
