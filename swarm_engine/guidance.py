@@ -198,7 +198,8 @@ class Guidance:
         """The one that runs, ready for questions.
 
         Raises:
-            RefusedError: none can be started.
+            RefusedError: none can be started, or it refuses what it is asked at its start.
+            LostError: somebody else ended it then.
         """
         if self._process is None or self._process.has_ended:
             process = GuidanceProcess()

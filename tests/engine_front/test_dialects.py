@@ -387,7 +387,7 @@ NO_TEXT = CALL % ("lo\\ud83cok\\ufdd0", '{"q": "\\udc00"}')
 def test_a_sampled_name_that_no_text_may_hold_is_served_mended_and_comes_back_as_sampled(
     trickling: Served, route: str, is_stream: bool
 ) -> None:
-    """N02: what is served is valid Unicode, the reply can be sent back, the episode ends."""
+    """What is served is valid Unicode, the reply can be sent back, the episode ends."""
     history: Any
     with episode(trickling, NO_TEXT, "I see.") as claimed, sdk(claimed) as api, claude(claimed) as anthropic_api:
         if route == "messages":
@@ -1924,7 +1924,7 @@ def test_a_message_of_the_assistant_that_says_nothing_is_refused_and_an_empty_re
 
 
 def test_a_field_that_holds_nothing_but_nulls_says_nothing(played: Served) -> None:
-    """N12: LiteLLM keeps `provider_specific_fields` in the messages that it sends back."""
+    """LiteLLM keeps `provider_specific_fields` in the messages that it sends back."""
     with episode(played, "a", "b") as claimed:
         said = {"role": "assistant", "content": "a", "provider_specific_fields": {"refusal": None}}
         assert post(claimed, "chat/completions", {"messages": [*HI, said, *HI]}).status_code == 200
@@ -1935,7 +1935,7 @@ def test_a_field_that_holds_nothing_but_nulls_says_nothing(played: Served) -> No
 
 
 def test_offsets_are_of_the_text_also_where_a_character_has_several_tokens(trickling: Served) -> None:
-    """N10: in "hé 😊!" é has 2 bytes and 😊 has 4, each a token: h 0, é 1, blank 2, 😊 3, ! 4, and the end at 5."""
+    """In "hé 😊!" é has 2 bytes and 😊 has 4, each a token: h 0, é 1, blank 2, 😊 3, ! 4, and the end at 5."""
     text = "hé 😊!"
     with episode(trickling, text, text, [*ids("a"), ids("é")[0], *ids("b")]) as claimed, sdk(claimed) as api:
         settings: Any = {"model": "m", "prompt": "x", "logprobs": 0}
