@@ -281,7 +281,7 @@ def test_a_small_body_that_unpacks_to_a_large_one_is_a_413(engine: Served, episo
     assert memory() - before < 60_000_000
 
 
-@pytest.mark.parametrize("body", [b"{}", gzip.compress(b"{}")[:-4], gzip.compress(b"{}") + b"x"])
+@pytest.mark.parametrize("body", [b"{}", gzip.compress(b"{}", mtime=0)[:-4], gzip.compress(b"{}", mtime=0) + b"x"])
 def test_a_body_that_is_not_what_its_packing_says_is_a_400(episode: SyncEpisode, body: bytes) -> None:
     headers = {"x-api-key": episode.api_key, "content-encoding": "gzip"}
     answer = httpx.post(f"{episode.base_url}/messages", headers=headers, content=body)
