@@ -28,7 +28,7 @@ class Gate:
     def open(self, fault: str = "") -> None:
         """Wait until an update is there and let it pass, or fail of a fault."""
         passed = passed_at(self.path)
-        # Held until it was read: where a pipe is closed before its reader has woken up, some systems let that wait on.
+        # Held until it was read: on a busy machine, openings that were closed at once got lost now and then.
         with self.path.open("w") as gate:
             print(fault, file=gate, flush=True)
             while not passed.exists():
