@@ -134,7 +134,7 @@ class Meter:
         if self.left < 0:
             if self._is_waited_for:
                 raise TakesLongError
-            raise TooMuchError(f"more than {MAX_UNITS} characters, or as much work")
+            raise TooMuchError(f"more than {MAX_UNITS // MADE:,} characters, or as much work")
         self.next_look = max(self.left - CHECK_EVERY, 0)
         if time.thread_time() > self._end_s:
             raise TooMuchError(f"more than {MAX_CPU_S:.0f} s of computing")
