@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -68,20 +69,22 @@ def test_a_child_whose_parent_has_ended_before_its_first_instruction_runs_nothin
     assert not (tmp_path / "ran").exists()
 
 
-def test_each_start_has_an_address_of_its_own_and_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    async def main() -> None:
+def test_each_start_has_an_address_of_its_own_and_removes_what_a_killed_one_left() -> None:
+    async def main(run_dir: Path) -> None:
         loop = asyncio.get_running_loop()
         addresses = []
         for _ in range(2):
             # Left as a kill leaves it: its way out is not taken.
-            server, address = await _listen(loop, WorkerLink(lambda _: None), tmp_path, contextlib.ExitStack())
+            server, address = await _listen(loop, WorkerLink(lambda _: None), run_dir, contextlib.ExitStack())
             assert stat.S_IMODE(os.stat(address).st_mode) == 0o600
             addresses.append(Path(address))
             server.close()
         assert addresses[0] != addresses[1]
-        assert [*tmp_path.iterdir()] == [addresses[1]]
+        assert [*run_dir.iterdir()] == [addresses[1]]
 
-    asyncio.run(main())
+    # Short, for the socket of a longer one lies elsewhere.
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(main(Path(folder).resolve()))
 
 
 HOSTILE = ("random", "queue", "secrets", "numpy", "logging", "typing", "asyncio", "torch", "ctypes", "runpy")
