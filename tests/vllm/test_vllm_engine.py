@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -41,10 +42,17 @@ class Served:
     process: subprocess.Popen[str]
     log: Path
 
+    def family(self) -> list[psutil.Process]:
+        """The worker and whatever runs below it; the front's own process for grammars outlives them."""
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that is ending
+                if "swarm_engine.worker" in child.cmdline():
+                    return [child, *child.children(recursive=True)]
+        return []
+
     def vllm(self) -> psutil.Process:
         """The process that runs vLLM: the worker's only child."""
-        (worker,) = psutil.Process(self.process.pid).children()
-        (found,) = worker.children()
+        (found,) = self.family()[0].children()
         return found
 
     def wait_for(self, holds: Callable[[], bool], limit_s: float = 60.0) -> None:
@@ -130,13 +138,13 @@ def test_episodes_are_served_and_trained_and_nothing_outlives_a_kill(served: Ser
     served.vllm().kill()
     served.wait_for(lambda: client.status().state is EngineState.FAILED)
     assert "the vLLM process was killed by SIGKILL" in (client.status().reason or "")
-    served.wait_for(lambda: not psutil.Process(served.process.pid).children(recursive=True))
+    served.wait_for(lambda: not served.family())
 
     client.start()
     served.wait_for(lambda: client.status().state is EngineState.ROLLING, BOOT_S)
     assert client.status().step == 2
+    assert len(served.family()) == 2
     family = psutil.Process(served.process.pid).children(recursive=True)
-    assert len(family) == 2
     served.process.kill()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
