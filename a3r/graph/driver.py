@@ -162,7 +162,8 @@ def saver(path: Path) -> Iterator[SqliteSaver]:
         if "malformed" in what or "not a database" in what:
             way_out = f"put back a copy of it and `{resume}`, or ask the question again; no run is lost by it"
             raise A3RError(f"the study's checkpoint {path} is damaged ({what}); {way_out}") from error
-        raise A3RError(f"the study's checkpoint {path} can't be used ({what}); make room, then `{resume}`") from error
+        way_out = "make room" if "full" in what else "see who holds or may write it"
+        raise A3RError(f"the study's checkpoint {path} can't be used ({what}); {way_out}, then `{resume}`") from error
 
 
 def _run(graph: Any, config: RunnableConfig, study_id: str, deps: Deps, ask: Ask) -> None:
