@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from children import children_with
 from conftest import SMALL, Process, Served, fake_worker, log_of, serve_process, serve_thread, spoken
 from fake_worker import as_metric, digest
 
@@ -75,11 +76,8 @@ def wait_for_state(client: SwarmClient, state: EngineState, limit_s: float = 20)
 
 
 def worker_of(served: Served) -> psutil.Process:
-    def found() -> list[psutil.Process]:
-        return [one for one in psutil.Process(served.pid).children() if str(served.run_dir) in one.cmdline()]
-
-    wait_until(lambda: len(found()) == 1)
-    return found()[0]
+    wait_until(lambda: len(children_with(str(served.run_dir), served.pid)) == 1)
+    return children_with(str(served.run_dir), served.pid)[0]
 
 
 def read_journal(
@@ -138,7 +136,7 @@ def test_a_stopped_engine_goes_on_with_what_it_had(serving: Callable[..., Served
             client.episode("d", wait_s=0)
         with pytest.raises(EpisodeLostError):
             running.chat(HI)
-        assert not [one for one in psutil.Process(served.pid).children() if str(served.run_dir) in one.cmdline()]
+        assert not children_with(str(served.run_dir), served.pid)
         status = client.start(wait=True)
         assert (status.step, status.pool.episodes) == (1, 2)
         play(client, "d")

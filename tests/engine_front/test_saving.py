@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
+from children import children_with
 from conftest import Process, serve_process, serve_thread, spoken
 from forked import forked_worker
 from safetensors.torch import load_file, save_file
@@ -252,7 +252,7 @@ def test_a_start_from_other_weights_than_the_run_began_with_is_refused_until_the
         for reward in (0.0, 1.0):
             spoken(client.episode("t"), "policy").end(reward=reward)
         wait_for_step(client, 1)
-        (worker,) = (one for one in psutil.Process().children() if "swarm_engine.worker" in one.cmdline())
+        (worker,) = children_with("swarm_engine.worker")
         worker.kill()
         wait_for_state(client, EngineState.FAILED)
         # Before the first checkpoint: the batch would be trained again from whatever there is.

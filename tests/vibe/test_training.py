@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from children import children_with
 
 from vibe import render
 from vibe.project import ProjectSpec, Training, game_of, project_for
@@ -190,7 +191,7 @@ def test_a_worker_that_dies_is_started_again_once(project: Path, tmp_path: Path)
 
 
 def kill_worker(process: subprocess.Popen[str]) -> None:
-    (worker,) = [child for child in family(process) if "swarm_engine.worker" in child.cmdline()]
+    (worker,) = children_with("swarm_engine.worker", process.pid, recursive=True)
     worker.kill()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from children import children_with
 
 from swarm_engine.client import SwarmClient, SyncEpisode, Task
 from swarm_engine.types import EngineState, Mode
@@ -44,11 +44,8 @@ class Served:
 
     def family(self) -> list[psutil.Process]:
         """The worker and whatever runs below it; the front's own process for grammars outlives them."""
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # one that is ending
-                if "swarm_engine.worker" in child.cmdline():
-                    return [child, *child.children(recursive=True)]
-        return []
+        workers = children_with("swarm_engine.worker", self.process.pid)
+        return [one for worker in workers for one in (worker, *worker.children(recursive=True))]
 
     def vllm(self) -> psutil.Process:
         """The process that runs vLLM: the worker's only child."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from children import children_with
 from sampled_weights import assert_every_update_arrives
 from tiny_model import build_tiny_model
 from worker_process import WorkerProcess
@@ -31,7 +32,7 @@ def test_updates_of_two_ranks_reach_both_processes_and_the_loss_of_one_ends_all(
             trainer={"learning_rate": 0.01},
         )
         family = psutil.Process(front.process.pid).children()
-        processes = [one for one in family if "--memory" in one.cmdline()]
+        processes = children_with("--memory", front.process.pid)
         assert (len(family), len(processes)) == (3, 2)
         assert_every_update_arrives(front, NUM_UPDATES, len(processes), tmp_path)
         processes[1].kill()
