@@ -19,7 +19,6 @@ import signal
 import sqlite3
 import subprocess
 import threading
-import time
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,13 @@ from typing import Any
 import fake_lab
 import langsmith.utils as langsmith_env
 import pytest
-from fake_lab import Lab
+from fake_lab import Lab, begin_and_cut_power, end_jobs
 from langchain_core.tracers.langchain import wait_for_all_tracers
 from sqlmodel import col, delete, func, select
 
 from a3r import executor, store
 from a3r.decisions import affordable
 from a3r.errors import A3RError, PlanError, StoppedError, StudyBusyError, StudyVersionError
-from a3r.executor import supervise
 from a3r.graph.build import build_graph
 from a3r.graph.driver import drive, saver
 from a3r.graph.lease import lease
@@ -630,36 +628,6 @@ def test_ctrl_c_cancels_what_runs_keeps_what_is_done_and_resume_goes_on(lab_in):
     assert "3 starts were repeated" in (lab.deps.home.study(study).report / "report.md").read_text()
 
 
-class PowerCut(BaseException):
-    """Ends a driver without its having time for anything."""
-
-
-def begin_and_cut_power(lab: Lab) -> str:
-    """A study with one job that was killed at work and two that wait, as nobody had time to end them."""
-    study, tell = lab.begin(EXAMPLE), lab.deps.tell
-
-    def cut(kind: str, /, **fields: Any) -> None:
-        tell(kind, **fields)
-        if kind == "jobs" and any(status.pid for status in fields["statuses"].values()):
-            raise PowerCut
-
-    lab.deps.tell = cut
-    with pytest.raises(PowerCut):
-        lab.go(study)
-    lab.deps.tell = tell
-    return study
-
-
-def end_jobs(home: Path) -> None:
-    for name in ("pid.json", "child.json"):
-        for path in home.glob(f"jobs/*/{name}"):
-            pid = json.loads(path.read_text())["pid"]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            while supervise.started_at_tick(pid):
-                time.sleep(0.01)
-
-
 def written(home: Path) -> dict[Path, tuple[int, int]]:
     """When each file was written last, and its length."""
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in home.rglob("*") if path.is_file()}
@@ -677,7 +645,7 @@ def as_written_before(lab: Lab) -> None:
 def test_a_study_in_a_home_that_was_moved_goes_on_inside_it(lab_in, tmp_path, are_rows_whole_paths):
     lab = lab_in({"*": {"step_s": 0.1}} | EFFECT, processes=1)
     home = lab.deps.home.root
-    study = begin_and_cut_power(lab)
+    study = begin_and_cut_power(lab, EXAMPLE)
     if are_rows_whole_paths:
         as_written_before(lab)
     lab.deps.database.close()
@@ -699,7 +667,7 @@ def test_a_study_in_a_home_that_was_moved_goes_on_inside_it(lab_in, tmp_path, ar
 def test_a_study_in_a_copied_home_goes_on_beside_the_other_and_neither_touches_the_other(lab_in, tmp_path):
     lab = lab_in({"*": {"step_s": 0.1}} | EFFECT, processes=1)
     home = lab.deps.home.root
-    study = begin_and_cut_power(lab)
+    study = begin_and_cut_power(lab, EXAMPLE)
     as_written_before(lab)
     # The job still runs in the original, and is only slow.
     (job,) = (json.loads(path.read_text())["pid"] for path in home.glob("jobs/*/child.json"))

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -142,3 +144,35 @@ class Lab:
 def go_on(home: Path, study: str, effects: dict[str, Any]) -> None:
     """What a process of its own does: go on with a study, its jobs being real processes."""
     Lab(home, effects, processes=3).go(study)
+
+
+class PowerCut(BaseException):
+    """Ends a driver without its having time for anything."""
+
+
+def begin_and_cut_power(lab: Lab, question: str) -> str:
+    """A study with one job that was killed at work and two that wait, as nobody had time to end them."""
+    study, tell = lab.begin(question), lab.deps.tell
+
+    def cut(kind: str, /, **fields: Any) -> None:
+        tell(kind, **fields)
+        if kind == "jobs" and any(status.pid for status in fields["statuses"].values()):
+            raise PowerCut
+
+    lab.deps.tell = cut
+    with contextlib.suppress(PowerCut):
+        lab.go(study)
+        raise AssertionError("the study ended before the power was cut")
+    lab.deps.tell = tell
+    return study
+
+
+def end_jobs(home: Path) -> None:
+    """Kill every job of a home and whatever watches it."""
+    for name in ("pid.json", "child.json"):
+        for path in home.glob(f"jobs/*/{name}"):
+            pid = json.loads(path.read_text())["pid"]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            while supervise.started_at_tick(pid):
+                time.sleep(0.01)
