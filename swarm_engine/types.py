@@ -56,6 +56,16 @@ class Outcome(StrEnum):
     TIMEOUT = "timeout"
 
 
+class DropReason(StrEnum):
+    """Why an ended episode takes no place in a batch."""
+
+    ENV_ERROR = "env_error"
+    NULL_REWARD = "null_reward"
+    """No agent of it has a reward."""
+    NO_CALLS = "no_calls"
+    """In training: nothing of it can be trained, and its reward would move the baseline of those that played."""
+
+
 class Author(StrEnum):
     """Who wrote a block of a timeline."""
 

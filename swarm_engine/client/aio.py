@@ -7,6 +7,7 @@ import contextlib
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
@@ -133,16 +134,7 @@ class Episode:
         """
         body = wire.end_body(reward, outcome, metrics, step_rewards)
         answer = await self._client._control("POST", f"/episodes/{self.episode_id}/end", body, is_repeatable=True)
-        self.result = wire.EpisodeResult(
-            task_id=self.task_id,
-            group_id=self.group_id,
-            index=self.index,
-            episode_id=self.episode_id,
-            rewards=answer["rewards"],
-            outcome=Outcome(answer["outcome"]),
-            metrics=dict(metrics or {}),
-            policy_version=self.policy_version,
-        )
+        self.result = wire.read_end(self._lease, metrics, answer)
         self._client._live.pop(self.episode_id, None)
         return self.result
 
@@ -431,18 +423,20 @@ class AsyncSwarmClient:
 
         Claims go out in the order of the tasks, so a lockstep run repeats itself. Where a rollout raises, the server is
         asked: an episode that is gone there is played again, whatever the exception; one that runs is aborted, and the
-        exception ends the run after the others were aborted. One that its rollout aborts is played again too.
+        exception ends the run after the others were aborted. One that its rollout aborts is played again too, and in
+        training one that was dropped by its end, for its group waits for it; after `wire.MAX_REPLAYS` times that end
+        stands.
 
         Args:
             is_partial: in training, the episodes fill up groups that others have begun or will fill, so `group_size`
-                need not be the server's.
+                need not be the server's, and those fill the places of dropped ones.
             resume: in training, leave out what the server has completed of this pass over the tasks, which is what it
                 has completed of them beyond the passes before it. Those are the runs that this client has finished: a
                 program that is started again from its beginning goes on where it was.
             epoch: with `resume`, the number of passes before this one, for a program that begins elsewhere.
 
         Returns:
-            One result an episode that was played, in the order of tasks and places.
+            One result a place, of the episode that was played there last, in the order of tasks and places.
 
         Raises:
             GroupSizeError: in training, the server's groups have another size, so the run would fill none.
@@ -451,7 +445,8 @@ class AsyncSwarmClient:
             ValueError: `resume` or `epoch` makes no sense here.
         """
         wire.check_resume(resume, epoch, mode)
-        if mode is Mode.TRAIN and not is_partial:
+        fills_groups = mode is Mode.TRAIN and not is_partial
+        if fills_groups:
             wire.check_group_size(await self.status(), group_size)
         before = self._finished if epoch is None else wire.episodes_of(tasks, group_size * epoch)
         completed = Counter(await self.completed()) - before if resume else {}
@@ -459,21 +454,19 @@ class AsyncSwarmClient:
         claimed: dict[int, Episode] = {}
         free = asyncio.Semaphore(concurrency)
 
-        async def play(number: int, task: wire.Task, episode: Episode | None) -> None:
+        async def play(number: int, task: wire.Task, episode: Episode) -> None:
             try:
-                num_lost = 0
-                while number not in results:
-                    episode = episode or await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
-                    if (lost := await self._attempt(rollout, episode, task)) is not None:
-                        num_lost += 1
-                        if num_lost > wire.MAX_REPLAYS:
-                            raise wire.too_often(task.task_id, lost) from lost
-                        episode = None
-                        continue
-                    assert episode.result is not None
-                    results[number] = episode.result
-                    if on_episode is not None:
-                        on_episode(episode.result)
+                for num_replays in count():
+                    lost = await self._attempt(rollout, episode, task)
+                    if not wire.is_played_again(
+                        task.task_id, lost, episode.result, num_replays, fills_groups=fills_groups
+                    ):
+                        break
+                    episode = await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
+                assert episode.result is not None
+                results[number] = episode.result
+                if on_episode is not None:
+                    on_episode(episode.result)
             finally:
                 claimed.pop(number, None)
                 free.release()

@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
@@ -81,16 +82,7 @@ class SyncEpisode:
         """Give the episode its reward; returns once the server has it on disk. See `Episode.end`."""
         body = wire.end_body(reward, outcome, metrics, step_rewards)
         answer = self._client._control("POST", f"/episodes/{self.episode_id}/end", body, is_repeatable=True)
-        self.result = wire.EpisodeResult(
-            task_id=self.task_id,
-            group_id=self.group_id,
-            index=self.index,
-            episode_id=self.episode_id,
-            rewards=answer["rewards"],
-            outcome=Outcome(answer["outcome"]),
-            metrics=dict(metrics or {}),
-            policy_version=self.policy_version,
-        )
+        self.result = wire.read_end(self._lease, metrics, answer)
         self._client._live.pop(self.episode_id, None)
         return self.result
 
@@ -343,28 +335,27 @@ class SwarmClient:
         As the async client's, except that an exception ends the run once the episodes that run have ended.
         """
         wire.check_resume(resume, epoch, mode)
-        if mode is Mode.TRAIN and not is_partial:
+        fills_groups = mode is Mode.TRAIN and not is_partial
+        if fills_groups:
             wire.check_group_size(self.status(), group_size)
         before = self._finished if epoch is None else wire.episodes_of(tasks, group_size * epoch)
         completed = Counter(self.completed()) - before if resume else {}
         results: dict[int, wire.EpisodeResult] = {}
         free = threading.Semaphore(concurrency)
 
-        def play(number: int, task: wire.Task, episode: SyncEpisode | None) -> None:
+        def play(number: int, task: wire.Task, episode: SyncEpisode) -> None:
             try:
-                num_lost = 0
-                while number not in results:
-                    episode = episode or self.episode(task.task_id, mode=mode, tags=tags, wait_s=None)
-                    if (lost := self._attempt(rollout, episode, task)) is not None:
-                        num_lost += 1
-                        if num_lost > wire.MAX_REPLAYS:
-                            raise wire.too_often(task.task_id, lost) from lost
-                        episode = None
-                        continue
-                    assert episode.result is not None
-                    results[number] = episode.result
-                    if on_episode is not None:
-                        on_episode(episode.result)
+                for num_replays in count():
+                    lost = self._attempt(rollout, episode, task)
+                    if not wire.is_played_again(
+                        task.task_id, lost, episode.result, num_replays, fills_groups=fills_groups
+                    ):
+                        break
+                    episode = self.episode(task.task_id, mode=mode, tags=tags, wait_s=None)
+                assert episode.result is not None
+                results[number] = episode.result
+                if on_episode is not None:
+                    on_episode(episode.result)
             finally:
                 free.release()
 

@@ -27,11 +27,11 @@ from swarm_engine.client.errors import (
     SwarmUnavailableError,
     TokenFileError,
 )
-from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
+from swarm_engine.types import ClaimReason, DropReason, EngineState, Mode, Outcome
 
 CONTROL = "/swarm/v1"
 MAX_REPLAYS = 5
-"""How often a run plays an episode again that is lost; more would hide that something is wrong."""
+"""How often a run plays an episode again that is lost or dropped; more would hide that something is wrong."""
 MAX_POLL_S = 60.0
 """The server's limit for one wait; longer ones are asked in turns."""
 MAX_FILE_BYTES = 1024 * 1024
@@ -174,6 +174,8 @@ class EpisodeResult:
     outcome: Outcome
     metrics: Mapping[str, float]
     policy_version: int
+    drop_reason: DropReason | None = None
+    """Why it takes no place in a batch, so that its place is free again; None where it takes one."""
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -362,6 +364,22 @@ def end_body(
     return body
 
 
+def read_end(lease: Lease, metrics: Mapping[str, float] | None, answer: Mapping[str, Any]) -> EpisodeResult:
+    """How an episode ended that was ended with these metrics."""
+    drop_reason = answer["drop_reason"]
+    return EpisodeResult(
+        task_id=lease.task_id,
+        group_id=lease.group_id,
+        index=lease.index,
+        episode_id=lease.episode_id,
+        rewards=answer["rewards"],
+        outcome=Outcome(answer["outcome"]),
+        metrics=dict(metrics or {}),
+        policy_version=lease.policy_version,
+        drop_reason=None if drop_reason is None else DropReason(drop_reason),
+    )
+
+
 def _number(value: Any, what: str, way_out: str) -> float:
     """A number of any library's kind as JSON knows it.
 
@@ -524,13 +542,28 @@ def not_ended(episode_id: str, task_id: str) -> EpisodeNotEndedError:
     )
 
 
-def too_often(task_id: str, error: BaseException) -> ReplayLimitError:
-    """The error for an episode that is lost whenever it is played; `error` is the last attempt's."""
-    return ReplayLimitError(
-        f"an episode of task {task_id!r} was lost {MAX_REPLAYS + 1} times, a run plays it again {MAX_REPLAYS} times; "
-        f"see the drop events for the reasons: does the server stay up, are lease_s and episode_timeout_s long enough? "
-        f"The last attempt ended with {type(error).__name__}: {error}"
-    )
+def is_played_again(
+    task_id: str, lost: Exception | None, result: EpisodeResult | None, num_replays: int, *, fills_groups: bool
+) -> bool:
+    """Whether a run plays an episode's place again, after it was played and replayed so often.
+
+    Args:
+        lost: what its rollout met where it was lost; None where it has its result.
+        fills_groups: whether nobody but the run fills places that are free again.
+
+    Raises:
+        ReplayLimitError: it was lost, and has been played as often as a run does.
+    """
+    if lost is not None:
+        if num_replays == MAX_REPLAYS:
+            raise ReplayLimitError(
+                f"an episode of task {task_id!r} was lost, and a run plays it again {MAX_REPLAYS} times at most; see "
+                "the drop events for the reasons: does the server stay up, are lease_s and episode_timeout_s long "
+                f"enough? The last attempt ended with {type(lost).__name__}: {lost}"
+            ) from lost
+        return True
+    assert result is not None, "an episode that was not lost has its result"
+    return fills_groups and result.drop_reason is not None and num_replays < MAX_REPLAYS
 
 
 def places(

@@ -234,8 +234,15 @@ def build_control(engine: Engine, tokens: Tokens, crowd: Crowd, public_url: str 
         step_rewards = {step.call_id: step.reward for step in body.step_rewards}
         if len(step_rewards) < len(body.step_rewards):
             raise InvalidError("step_rewards names a call twice", "give each call one reward", param="step_rewards")
-        rewards = await engine.roster.end(episode_id, body.reward, body.outcome, body.metrics, step_rewards)
-        return JSONResponse({"episode_id": episode_id, "rewards": rewards, "outcome": body.outcome})
+        ended = await engine.roster.end(episode_id, body.reward, body.outcome, body.metrics, step_rewards)
+        return JSONResponse(
+            {
+                "episode_id": episode_id,
+                "rewards": ended.rewards,
+                "outcome": body.outcome,
+                "drop_reason": ended.drop_reason,
+            }
+        )
 
     @sampler.post("/episodes/{episode_id}/abort")
     async def abort(episode_id: str, body: Abort | None = None) -> JSONResponse:

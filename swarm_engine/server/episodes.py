@@ -22,7 +22,7 @@ from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message
 from swarm_engine.tracker.replies import ReplyReader
 from swarm_engine.tracker.tracker import CallNote, CallNumbers, Draft, EpisodeRecord, EpisodeTracker, ordinal
-from swarm_engine.types import Call, Episode, FinishReason, Mode, Outcome, SamplingParams, Untrained
+from swarm_engine.types import Call, DropReason, Episode, FinishReason, Mode, Outcome, SamplingParams, Untrained
 
 Script = str | tuple[int, ...]
 """A reply to play instead of sampling one, as text or token ids; for the scripted backend only."""
@@ -167,7 +167,7 @@ class LiveEpisode:
     timer: asyncio.TimerHandle | None = None
     ending: str | None = None
     """The normalised `end` request that is being committed; None before."""
-    ended: asyncio.Future[None] | None = None
+    ended: asyncio.Future[DropReason | None] | None = None
 
     def touch(self) -> None:
         """Its client is alive."""

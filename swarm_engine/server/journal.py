@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 from swarm_engine.config import BestBy
 from swarm_engine.errors import JournalDamagedError, JournalError, JournalLockedError, ServerClosingError
@@ -43,6 +43,8 @@ from swarm_engine.server.pool import PooledEpisode, Seat
 from swarm_engine.types import BatchRecord, Mode
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 WRITER_TIMEOUT_S = 1.0
 """How long the writer waits for others' locks before it looks whether it is to end, and waits again."""
@@ -240,8 +242,8 @@ class Journal:
             self.error = None
             self._opening += 1
 
-    async def until_written(self, written: asyncio.Future[None]) -> None:
-        """Wait for what `append` gave, or for a task that waits for it.
+    async def until_written(self, written: asyncio.Future[T]) -> T:
+        """The result of what `append` gave, or of a task that waits for it.
 
         Raises:
             JournalLockedError: see `check_lock`; it goes on being written.
@@ -249,7 +251,7 @@ class Journal:
         """
         while not (await asyncio.wait({written}, timeout=WRITER_TIMEOUT_S))[0]:
             self.check_lock()
-        await written
+        return await written
 
     def check_lock(self) -> None:
         """See whether what waits for the disk has waited too long.

@@ -33,7 +33,7 @@ from swarm_engine.server.journal import EpisodeRow, EventWrite, Journal, UnpoolW
 from swarm_engine.server.loaded import Loaded, ServedPolicy
 from swarm_engine.server.pool import PooledEpisode, Seat, is_judged
 from swarm_engine.tracker.tracker import EpisodeRecord
-from swarm_engine.types import DEFAULT_AGENT, BatchRecord, ClaimReason, Episode, Mode, Outcome
+from swarm_engine.types import DEFAULT_AGENT, BatchRecord, ClaimReason, DropReason, Episode, Mode, Outcome
 
 MAX_LIVE_EPISODES = 4096
 """Episodes that run side by side; more claims wait with the reason `full`."""
@@ -86,6 +86,16 @@ class KeptEpisodes:
             next_position=journal.next_position(),
             loose_groups=journal.loose_groups(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What became of an episode by its end."""
+
+    rewards: Mapping[str, float | None]
+    """By agent."""
+    drop_reason: DropReason | None
+    """Why its place is free again; None where it keeps it."""
 
 
 def recorded(journal: Journal, row: EpisodeRow) -> EpisodeRecord:
@@ -447,8 +457,8 @@ class Roster:
         outcome: Outcome,
         metrics: Mapping[str, float],
         step_rewards: Mapping[str, float],
-    ) -> Mapping[str, float | None]:
-        """Record an episode's reward; returns it by agent once it is on disk.
+    ) -> Ended:
+        """Record an episode's reward; returns what became of it once it is on disk.
 
         Raises:
             ConflictError: the episode has ended otherwise.
@@ -467,7 +477,7 @@ class Roster:
             rewards = _by_agent(reward, agents or (DEFAULT_AGENT,))
             ending = Ending(rewards, outcome, metrics, step_rewards, _without(agents, rewards))
             _check_same_end(episode_id, row.request, ending.as_text())
-            return ending.rewards
+            return Ended(rewards, await self._drop_reason_of(row))
         rewards = _by_agent(reward, episode.agents or episode.speakers or (DEFAULT_AGENT,))
         if silent := [agent for agent in episode.speakers if agent not in rewards]:
             raise InvalidError(
@@ -488,8 +498,7 @@ class Roster:
             self._check_step_rewards(episode, step_rewards)
             self._begin_end(episode, ending)
         assert episode.ended is not None
-        await self._journal.until_written(episode.ended)
-        return rewards
+        return Ended(rewards, await self._journal.until_written(episode.ended))
 
     def _check_step_rewards(self, episode: LiveEpisode, step_rewards: Mapping[str, float]) -> None:
         if not step_rewards:
@@ -526,9 +535,14 @@ class Roster:
         episode.ended = asyncio.create_task(settling, name="end")
 
     async def _settle_end(
-        self, episode: LiveEpisode, loaded: Loaded, ended: Episode, drop: str | None, written: asyncio.Future[None]
-    ) -> None:
-        """Once its end is on disk, an episode has its place in the batch or frees it."""
+        self,
+        episode: LiveEpisode,
+        loaded: Loaded,
+        ended: Episode,
+        drop: DropReason | None,
+        written: asyncio.Future[None],
+    ) -> DropReason | None:
+        """Once its end is on disk, an episode has its place in the batch or frees it; returns `drop`."""
         try:
             await written
         except JournalError:
@@ -540,7 +554,7 @@ class Roster:
         self._forget(episode)
         if self._loaded is not loaded:
             # The engine went down meanwhile. The episode is on disk, and the next start finds it there.
-            return
+            return drop
         if drop is not None:
             self._vacate(episode)
             self._count_drop(episode, drop)
@@ -554,8 +568,9 @@ class Roster:
         self._on_change()
         if episode.mode is Mode.TRAIN and drop is not None:
             self._note_unjudged(loaded, drop)
+        return drop
 
-    def _note_unjudged(self, loaded: Loaded, drop: str) -> None:
+    def _note_unjudged(self, loaded: Loaded, drop: DropReason) -> None:
         """Without this, a reward function that is broken for every episode, or an agent that asks another model, looks
         like a run that is merely slow."""
         self._num_unjudged += 1
@@ -625,6 +640,11 @@ class Roster:
             raise self.gone(episode_id)
         return row
 
+    async def _drop_reason_of(self, row: EpisodeRow) -> DropReason | None:
+        if row.is_pooled:
+            return None
+        return _drop_reason((await asyncio.to_thread(recorded, self._journal, row)).episode)
+
     async def record(self, episode_id: str) -> EpisodeRecord:
         """An episode's calls so far, running or ended.
 
@@ -687,14 +707,13 @@ def _without(agents: Sequence[str], rewards: Mapping[str, float | None]) -> tupl
     return tuple(agent for agent in agents if agent not in rewards)
 
 
-def _drop_reason(ended: Episode) -> str | None:
+def _drop_reason(ended: Episode) -> DropReason | None:
     """Why an ended episode takes no place in a batch; None where it does."""
     if ended.outcome is Outcome.ENV_ERROR:
-        return "env_error"
+        return DropReason.ENV_ERROR
     if not is_judged(ended.rewards):
-        return "null_reward"
-    # Nothing of it can be trained, and its reward would move the baseline of those that played.
-    return "no_calls" if ended.mode is Mode.TRAIN and not ended.calls else None
+        return DropReason.NULL_REWARD
+    return DropReason.NO_CALLS if ended.mode is Mode.TRAIN and not ended.calls else None
 
 
 def _check_same_end(episode_id: str, before: str, now: str) -> None:

@@ -22,9 +22,12 @@ import pytest
 from conftest import SMALL, Served, fake_worker, spoken
 
 from swarm_engine.client import (
+    AsyncSwarmClient,
     ClaimTimeoutError,
+    Episode,
     EpisodeLostError,
     EpisodeNotEndedError,
+    EpisodeResult,
     NotFiniteError,
     SwarmClient,
     SwarmRequestError,
@@ -37,7 +40,7 @@ from swarm_engine.server import roster
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import ClaimRequest, LiveEpisode
 from swarm_engine.server.roster import episode_records
-from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome
+from swarm_engine.types import ClaimReason, DropReason, EngineState, Mode, Outcome
 
 EVAL = Mode.EVAL
 HI = [{"role": "user", "content": "hi"}]
@@ -650,26 +653,90 @@ def test_an_episode_that_asked_nothing_frees_its_place_and_its_group_completes(s
     with serving().client() as client:
         client.start(SMALL, wait=True)
         silent = client.episode("a")
-        assert silent.end(reward=1.0).rewards == {"main": 1.0}
+        said = silent.end(reward=1.0)
+        assert (said.rewards, said.drop_reason) == ({"main": 1.0}, DropReason.NO_CALLS)
         assert client.status().pool.episodes == 0
-        assert silent.end(reward=1.0).rewards == {"main": 1.0}, "the same end is the same episode"
+        assert silent.end(reward=1.0) == said, "the same end is the same episode"
         with client.episode("a", mode=EVAL) as measured:
             measured.end(reward=1.0)
         for task in ("a", "a", "b", "b"):
             with client.episode(task) as episode:
                 assert episode.group_id == f"{task}#0"
-                spoken(episode).end(reward=1.0)
+                said = spoken(episode).end(reward=1.0)
+                assert said.drop_reason is None
+                assert episode.end(reward=1.0) == said
         (step,) = wait_for_steps(client, 1)
         assert step["drops"]["no_calls"] == 1
         drops = [one.payload for one in client.events(follow=False) if one.kind == "drop"]
         assert drops == [{"episode_id": silent.episode_id, "group_id": "a#0", "reason": "no_calls"}]
         assert client.completed() == {"a": 2, "b": 2}
 
-        for _ in range(3):
-            played = client.run([Task("c"), Task("d")], say_nothing, group_size=2, concurrency=2)
-            assert len(played) == 4, "no task is played for ever"
         with pytest.raises(SwarmUnavailableError, match=r"last 12 .* without a call, the last one as no_calls"):
             client.run([Task("c"), Task("d")], say_nothing, group_size=2, concurrency=2)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_run_that_fills_its_groups_alone_plays_again_what_was_dropped(
+    serving: Callable[..., Served], is_async: bool
+) -> None:
+    """Else the group would wait for nobody, until its lease is over and all of it is given up."""
+    played: Counter[str] = Counter()
+    tasks = [Task("a"), Task("b"), Task("c"), Task("d")]
+
+    def end_of(task: Task) -> tuple[bool, dict[str, Any]]:
+        """Whether an attempt asks the model, and its end: the first of each task is dropped."""
+        played[task.task_id] += 1
+        if played[task.task_id] > 1:
+            return True, {"reward": 1.0}
+        return {
+            "a": (False, {"reward": 1.0}),
+            "b": (True, {"reward": None}),
+            "c": (True, {"reward": 1.0, "outcome": Outcome.ENV_ERROR}),
+            "d": (True, {"reward": 1.0}),
+        }[task.task_id]
+
+    def rollout(episode: SyncEpisode, task: Task) -> None:
+        speaks, end = end_of(task)
+        if speaks:
+            spoken(episode)
+        episode.end(**end)
+
+    async def rollout_too(episode: Episode, task: Task) -> None:
+        speaks, end = end_of(task)
+        if speaks:
+            await episode.chat(HI, max_tokens=1)
+        await episode.end(**end)
+
+    async def run_too(served: Served) -> list[EpisodeResult]:
+        async with AsyncSwarmClient(served.url, served.tokens["operator"]) as client:
+            return await client.run(tasks, rollout_too, group_size=2, concurrency=3)
+
+    served = serving()
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        results = asyncio.run(run_too(served)) if is_async else client.run(tasks, rollout, group_size=2, concurrency=3)
+        steps = wait_for_steps(client, 2)
+    assert [one.task_id for one in results] == ["a", "a", "b", "b", "c", "c", "d", "d"]
+    assert {one.drop_reason for one in results} == {None}
+    assert played == {"a": 3, "b": 3, "c": 3, "d": 2}
+    assert steps[0]["drops"] == {"no_calls": 1, "null_reward": 1}
+    assert steps[1]["drops"] == {"env_error": 1}
+
+
+def test_a_place_whose_episodes_are_all_dropped_keeps_the_last_of_them(serving: Callable[..., Served]) -> None:
+    played: list[str] = []
+
+    def unjudged(episode: SyncEpisode, _: Task) -> None:
+        played.append(episode.episode_id)
+        episode.end(reward=None)
+
+    with serving().client() as client:
+        client.start({**SMALL, "trainer": {"group_size": 4, "tasks_per_update": 4}}, wait=True)
+        (last,) = client.run([Task("a")], unjudged, group_size=1, concurrency=1, is_partial=True)
+        assert [last.episode_id] == played, "who shares a group with others leaves the place to them"
+        results = client.run([Task("a")], unjudged, group_size=4, concurrency=1)
+    assert [one.episode_id for one in results] == played[6::6]
+    assert {one.drop_reason for one in results} == {DropReason.NULL_REWARD}
 
 
 def wait_until(holds: Callable[[], bool], limit_s: float = 10.0) -> None:

@@ -148,7 +148,7 @@ def test_an_episode_that_is_lost_whenever_it_is_played_ends_the_run_after_five_r
         async with AsyncSwarmClient(rolling.url, rolling.tokens["operator"]) as client:
             await client.run([Task("t")], rollout_too, group_size=1, concurrency=1, mode=Mode.EVAL)
 
-    said = r"an episode of task 't' was lost 6 times, a run plays it again 5 times; .* ended with "
+    said = r"an episode of task 't' was lost, and a run plays it again 5 times at most; .* ended with "
     with rolling.client() as client, pytest.raises(ReplayLimitError, match=said + "GoneError|APIStatusError"):
         client.run([Task("t")], rollout, group_size=1, concurrency=1, mode=Mode.EVAL)
     assert len(set(played)) == len(played) == 6
