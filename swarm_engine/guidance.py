@@ -27,12 +27,13 @@ MAX_WAIT_S = 120.0
 """For an answer. The process ends itself after two seconds of computing; this is for one that can't even do that."""
 RECEIVE_BYTES = 1 << 18
 NUM_TRIES = 3
+MAX_CPU_S, MAX_LOADING_CPU_S = 2.0, 60.0
+"""As in `guidance_process`, which imports llguidance and so is not imported here."""
 ENDED_BY = {
-    signal.SIGPROF: "it takes more than 2 s of computing",
     signal.SIGABRT: "it takes more than 1 GiB of memory, or broke a promise of llguidance's own",
     signal.SIGSEGV: "llguidance crashed over it",
 }
-"""What the end of the process says of the question that it ended over."""
+"""What the end of the process says of the question that it ended over, by the signal."""
 
 Question = tuple[str | int | list[int], ...]
 """The name of a method of `guidance_process.Guidance`, and its arguments."""
@@ -161,9 +162,13 @@ class GuidanceProcess:
         elif code == -signal.SIGKILL:
             # By somebody else, for instance for the memory of the whole machine.
             blamed = LostError()
+        elif code == -signal.SIGPROF:
+            is_loading = bool(self._waiting) and self._waiting[0].question[0] == "tokenizer"
+            limit_s = MAX_LOADING_CPU_S if is_loading else MAX_CPU_S
+            blamed = RefusedError(f"it takes more than {limit_s:.0f} s of computing (SIGPROF)")
         elif code < 0:
-            name = signal.Signals(-code).name
-            blamed = RefusedError(f"{ENDED_BY.get(signal.Signals(-code), 'llguidance ended over it')} ({name})")
+            ended_by = signal.Signals(-code)
+            blamed = RefusedError(f"{ENDED_BY.get(ended_by, 'llguidance ended over it')} ({ended_by.name})")
         else:
             blamed = RefusedError(f"llguidance broke over it (exit code {code})")
         for place, asked in enumerate(self._waiting):
@@ -182,7 +187,7 @@ def _end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
 
 
 class Guidance:
-    """A process that is there when it is asked. Thread-safe, except for what `process` gives."""
+    """A process that is there when it is asked. `ask` is thread-safe; `process`, and what it gives, are not."""
 
     def __init__(self, *first: Question) -> None:
         """Start nothing yet.
@@ -209,7 +214,7 @@ class Guidance:
         return self._process
 
     def ask(self, *question: str | int | list[int]) -> bytes:
-        """Put a question and wait for its answer.
+        """Put a question and wait for its answer, as for those of all who asked before: at most `MAX_CPU_S` each.
 
         Raises:
             RefusedError: it has none.
@@ -220,8 +225,3 @@ class Guidance:
                 with contextlib.suppress(LostError):
                     return process.answer(process.ask(*question))
         raise RefusedError("llguidance ended whenever it was asked", is_lasting=False)
-
-    def close(self) -> None:
-        """End the process that runs; another question starts the next."""
-        if self._process is not None:
-            self._process.close()

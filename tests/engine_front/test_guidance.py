@@ -22,9 +22,10 @@ import pytest
 from chat_template import TOOLS_AND_THINKING
 from conftest import SMALL, Served, serve_thread
 
+from swarm_engine import guidance, guidance_process
 from swarm_engine.client import SyncEpisode
 from swarm_engine.errors import BadRequestError
-from swarm_engine.guidance import Guidance, GuidanceProcess, LostError, RefusedError
+from swarm_engine.guidance import Guidance, GuidanceProcess, LostError, Question, RefusedError
 from swarm_engine.server.grammars import BLANKS, check_parameters, json_schema_grammar
 from swarm_engine.types import EngineState, Mode
 from swarm_engine.version import installed_version
@@ -121,15 +122,30 @@ def test_what_was_asked_behind_a_fatal_question_is_lost_and_not_to_blame() -> No
 
 
 def test_a_process_that_somebody_else_kills_is_started_again_and_nobody_is_to_blame() -> None:
-    guidance = Guidance()
-    assert guidance.ask("check", lark("a")) == b"[false, []]"
+    asker = Guidance()
+    assert asker.ask("check", lark("a")) == b"[false, []]"
     first = set(FUZZ["children_of"](os.getpid()))
     for child, command in FUZZ["children_of"](os.getpid()).items():
         if "guidance_process" in command:
             os.kill(child, signal.SIGKILL)
-    assert guidance.ask("check", lark("b")) == b"[false, []]"
+    assert asker.ask("check", lark("b")) == b"[false, []]"
     assert set(FUZZ["children_of"](os.getpid())) - first
-    guidance.close()
+
+
+def test_what_ended_over_its_computing_is_told_the_limit_that_it_had() -> None:
+    assert (guidance.MAX_CPU_S, guidance.MAX_LOADING_CPU_S) == (
+        guidance_process.MAX_CPU_S,
+        guidance_process.MAX_LOADING_CPU_S,
+    )
+    questions: tuple[Question, ...] = (("tokenizer", "{}", 1, [0]), ("check", lark("a")))
+    for question, limit_s in zip(questions, (60, 2), strict=True):
+        process = GuidanceProcess()
+        process._process.send_signal(signal.SIGSTOP)
+        asked = process.ask(*question)
+        for number in (signal.SIGPROF, signal.SIGCONT):
+            process._process.send_signal(number)
+        with pytest.raises(RefusedError, match=rf"more than {limit_s} s of computing"):
+            process.answer(asked)
 
 
 def lark(text: str) -> str:
