@@ -181,8 +181,7 @@ def explain(error: sqlite3.Error, path: Path) -> JournalError:
     if code == sqlite3.SQLITE_NOTADB:
         return damaged(path, "its first page is not that of an SQLite database")
     if code == sqlite3.SQLITE_CORRUPT:
-        # A stat opens nothing, so it drops no locks of a journal in use.
-        return damaged(path, _first_damaged_page(path) or f"{what}, it is {path.stat().st_size:,} bytes long")
+        return damaged(path, _first_damaged_page(path) or f"{what}, {_size_of(path)}")
     if code == sqlite3.SQLITE_CANTOPEN and path.is_dir():
         what = "a folder has its name"
     return JournalError(
@@ -192,9 +191,18 @@ def explain(error: sqlite3.Error, path: Path) -> JournalError:
     )
 
 
+def _size_of(path: Path) -> str:
+    try:
+        # A stat opens nothing, so it drops no locks of a journal in use.
+        return f"it is {path.stat().st_size:,} bytes long"
+    except OSError as error:
+        return f"its size can't be told ({error.strerror})"
+
+
 def _first_damaged_page(path: Path) -> str | None:
-    """What SQLite's own check finds first; it reads the whole file."""
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as database:
+    """What SQLite's own check finds first; it reads the whole file, and makes none where it is gone."""
+    there = f"{path.absolute().as_uri()}?mode=rw"
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(there, uri=True)) as database:
         (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             return " ".join(str(found).replace("***", "").split())

@@ -19,6 +19,7 @@ from swarm_engine.config import BestBy
 from swarm_engine.errors import JournalDamagedError, JournalError, JournalLockedError
 from swarm_engine.server import journal as journals
 from swarm_engine.server.journal import BatchWrite, EpisodeRow, EventWrite, Journal, MetaWrite, UnpoolWrite
+from swarm_engine.server.journal_file import explain
 from swarm_engine.types import BatchRecord, Mode
 
 
@@ -249,6 +250,15 @@ def test_a_damaged_journal_is_named_with_the_place_and_the_way_out(
         read_all(tmp_path)
     assert str(tmp_path / "journal.db") in caught.value.message
     assert "--run-dir" in caught.value.hint
+
+
+def test_a_damaged_journal_that_is_gone_meanwhile_is_named_and_not_made_anew(tmp_path: Path) -> None:
+    error = sqlite3.DatabaseError("database disk image is malformed")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    told = explain(error, tmp_path / "journal.db")
+    assert isinstance(told, JournalDamagedError)
+    assert "malformed, its size can't be told (No such file or directory)" in told.message
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_what_can_not_be_opened_at_all_is_named(tmp_path: Path) -> None:
