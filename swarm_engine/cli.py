@@ -59,13 +59,14 @@ def url_of(run_dir: Path) -> str | None:
 
     A copy of the folder of a running server holds its file, which tells of the server in the original.
     """
+    from swarm_engine.client.wire import read_server
+
     try:
-        known = json.loads((run_dir / "server.json").read_text(encoding="utf-8"))
-        url, its_folder = str(known["url"]), Path(known["run_dir"])
-        is_copy = its_folder.exists() and not its_folder.samefile(run_dir)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        server = read_server(run_dir)
+        is_copy = server.run_dir.exists() and not server.run_dir.samefile(run_dir)
+    except (OSError, ValueError):
         return None
-    return None if is_copy else url
+    return None if is_copy else server.url
 
 
 def connect(run_dir: Path | None, url: str | None, token_file: Path | None, as_json: bool) -> SwarmClient:

@@ -30,12 +30,14 @@ from swarm_engine.client.errors import (
 from swarm_engine.types import ClaimReason, DropReason, EngineState, Mode, Outcome
 
 CONTROL = "/swarm/v1"
+SERVER_FILE = "server.json"
+"""In a run folder while a server runs there."""
 MAX_REPLAYS = 5
 """How often a run plays an episode again that is lost or dropped; more would hide that something is wrong."""
 MAX_POLL_S = 60.0
 """The server's limit for one wait; longer ones are asked in turns."""
 MAX_FILE_BYTES = 1024 * 1024
-"""Of a config or token file."""
+"""Of a config, a token file or a server's file."""
 CONTEXT_CODE = "context_length_exceeded"
 LOST_STATUS = 410
 UNAVAILABLE_STATUS = (502, 503, 504)
@@ -178,6 +180,16 @@ class EpisodeResult:
     """Why it takes no place in a batch, so that its place is free again; None where it takes one."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """What a server says of itself in its run folder."""
+
+    url: str
+    run_dir: Path
+    """Its own folder, in a copy of the file too."""
+    pid: int
+
+
 def bearer(token: str) -> dict[str, str]:
     """The header that shows a token.
 
@@ -195,7 +207,7 @@ def is_token(text: str) -> bool:
 
 
 def read_small_file(file: Path) -> str:
-    """The text of a file that a user names on a command line.
+    """The text of a file that people write or name.
 
     Raises:
         OSError: it can't be read, is longer than anybody writes by hand, or is no regular file: a pipe would be waited
@@ -226,6 +238,20 @@ def read_token(file: Path) -> str:
     if not isinstance(token, str) or not is_token(token):
         raise TokenFileError(f"{file} holds no operator's token; name the token.json of the server's run folder")
     return token
+
+
+def read_server(run_dir: Path) -> RunningServer:
+    """The server that runs in a run folder, by the file that it has written there.
+
+    Raises:
+        OSError: the file can't be read; there is none where no server runs.
+        ValueError: it holds something else.
+    """
+    try:
+        known = json.loads(read_small_file(run_dir / SERVER_FILE))
+        return RunningServer(str(known["url"]), Path(known["run_dir"]), int(known["pid"]))
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{run_dir / SERVER_FILE} is no file of a server") from error
 
 
 def claim_body(

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from swarm_engine.child import outlive_parent
+from swarm_engine.client.wire import SERVER_FILE, read_server
 from swarm_engine.config import EngineConfig
 from swarm_engine.errors import InvalidError, RunDirError, shown
 from swarm_engine.server.app import FrontApp
@@ -110,11 +111,11 @@ def _lock(file: IO[str]) -> None:
 
 def _whose(run_dir: Path) -> str:
     try:
-        known = json.loads((run_dir / "server.json").read_text(encoding="utf-8"))
-        return f" at {known['url']}, process {known['pid']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        server = read_server(run_dir)
+    except (OSError, ValueError):
         # It has only just started, or its file is damaged; the lock alone decides.
         return ""
+    return f" at {server.url}, process {server.pid}"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -202,7 +203,7 @@ async def listening(options: ServeOptions) -> AsyncIterator[Front]:
         # Its name stands in answers, events and the files beside it.
         raise RunDirError(f"the run folder's name {str(run_dir)!r} is not valid UTF-8", "choose another")
     lock = RunDirLock(run_dir)
-    server_file = run_dir / "server.json"
+    server_file = run_dir / SERVER_FILE
     try:
         token_file = run_dir / "token.json"
         tokens = Tokens.load(token_file)

@@ -23,7 +23,9 @@ from typer.testing import CliRunner
 
 from swarm_engine.cli import app
 from swarm_engine.client import Event, SwarmClient
+from swarm_engine.errors import RunDirError
 from swarm_engine.health import HealthWarning, WarningKind
+from swarm_engine.server.serve import RunDirLock
 from swarm_engine.types import Mode
 from swarm_engine.watch import METRICS, print_lines, step_table, why_nothing_trained
 
@@ -149,6 +151,26 @@ def test_the_server_of_a_run_folder_is_not_that_of_its_copy(engine: Served, tmp_
     assert f"no server runs in {tmp_path}" in swarm("stop", "--run-dir", str(tmp_path), ok=False)
     (tmp_path / "link").symlink_to(engine.run_dir)
     assert "ROLLING" in swarm("status", "--run-dir", str(tmp_path / "link"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, " " * (1 << 20) + "{}", "[]", '{"url": "http://h"}', None],
+    ids=["nested", "long", "list", "half", "pipe"],
+)
+def test_a_servers_file_that_nobody_wrote_is_no_server_and_waited_for_by_nobody(
+    tmp_path: Path, content: str | None
+) -> None:
+    file = tmp_path / "server.json"
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_text(content)
+    assert f"no server runs in {tmp_path}" in swarm("status", "--run-dir", str(tmp_path), ok=False)
+    held = RunDirLock(tmp_path)
+    with pytest.raises(RunDirError, match=rf"another server runs in {tmp_path};"):
+        RunDirLock(tmp_path)
+    held.release()
 
 
 def test_an_unknown_episode_is_a_message_and_no_traceback(engine: Served) -> None:
