@@ -20,7 +20,8 @@ from experiments_db import writes
 from experiments_db.engine import Database
 from experiments_db.errors import StaleWriterError, UnavailableError
 from experiments_db.models import Experiment, Job, JobState, Study, StudyKind, StudyStatus
-from vibe.run_folder import COMMAND_LOCK_FILE, is_held
+from swarm_engine.locks import is_held
+from vibe.run_folder import COMMAND_LOCK_FILE
 
 GONE = "its process ended without a word: it was killed, or could not write any more"
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from experiments_db.home import home_folder
+from swarm_engine import locks
 from vibe.errors import UsageError
 from vibe.project import RESULTS_FILE
 
-LOOK_PATIENCE_S = 0.5
-"""Who looks whether a lock is held takes it for a moment; one that works in the folder holds it for longer."""
 LOCK_FILE = "run.lock"
 COMMAND_LOCK_FILE = "command.lock"
 """Held by a command while it starts a training and writes down how that ends; the training itself holds the other."""
@@ -46,41 +42,25 @@ def locked(run_dir: Path, file_name: str = LOCK_FILE) -> Iterator[None]:
     """
     try:
         make_folder(run_dir, 0o700)
-        handle = os.open(run_dir / file_name, os.O_RDWR | os.O_CREAT, 0o600)
+        held = locks.hold(run_dir / file_name, locks.LOOK_PATIENCE_S)
     except OSError as error:
         raise UsageError(
             f"the run's folder {run_dir} can't be used ({error.strerror}); name another: --run-dir"
         ) from error
+    if held is None:
+        raise UsageError(
+            f"another training (process {locks.holder_of(run_dir / file_name) or 'unknown'}) works in {run_dir}; wait "
+            "for it, or name another folder: --run-dir"
+        )
     try:
-        deadline = time.monotonic() + LOOK_PATIENCE_S
-        while not (is_ours := _take(handle)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if not is_ours:
-            owner = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise UsageError(
-                f"another training (process {owner}) works in {run_dir}; wait for it, or name another folder: --run-dir"
-            )
         if (run_dir / RESULTS_FILE).exists():
             raise UsageError(
                 f"the run in {run_dir} is finished, see {RESULTS_FILE} there; name another folder: --run-dir"
             )
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+        locks.sign(held)
         yield
     finally:
-        os.close(handle)
-
-
-def is_held(lock: Path) -> bool:
-    """Whether a process holds a lock. Looking takes it for a moment, which one that starts waits out."""
-    try:
-        handle = os.open(lock, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return not _take(handle)
-    finally:
-        os.close(handle)
+        os.close(held)
 
 
 def how_to_go_on(run_dir: Path) -> str:
@@ -92,21 +72,3 @@ def refuse_if_taken(run_dir: Path) -> None:
     """Raise what `locked` would."""
     with locked(run_dir):
         pass
-
-
-def _take(handle: int) -> bool:
-    """Lock a file for this process alone, or say that somebody else has."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-            return False
-        raise
-    return True

@@ -3,7 +3,7 @@
 It goes into the background once it has the job, and outlives whoever submitted it. It holds FOLDER/lock while it lives,
 so that a second guard for the same job ends at once and anybody can see that the job runs; it keeps the wall-time
 limit, ends the whole process tree, and leaves FOLDER/exit.json. Standard library only: it starts fast and depends on
-nothing that a job may break.
+nothing that a job may break. So its lock is its own: `swarm_engine.locks` may be where `python -I` does not look.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from a3r.errors import StudyBusyError
-from a3r.executor import supervise
+from swarm_engine import locks
 
 
 @contextlib.contextmanager
@@ -20,21 +19,15 @@ def lease(path: Path, study_id: str) -> Iterator[None]:
         StudyBusyError: another living process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + supervise.LOCK_PATIENCE_S  # who asks whether it is held takes it for a moment
-    while (held := supervise.lock(path.parent)) is None and time.monotonic() < deadline:
-        time.sleep(supervise.POLL_S / 5)
+    held = locks.hold(path, locks.LOOK_PATIENCE_S)
     if held is None:
-        try:
-            holder = path.read_text().strip()
-        except OSError:
-            holder = ""
+        holder = locks.holder_of(path)
         who = f"process {holder}" if holder else "another process"
         raise StudyBusyError(
             f"{who} works on study {study_id}; wait for it, or stop it and run `a3r resume {study_id}`"
         )
     try:
-        os.ftruncate(held, 0)
-        os.pwrite(held, f"{os.getpid()}\n".encode(), 0)
+        locks.sign(held)
         yield
     finally:
         os.close(held)

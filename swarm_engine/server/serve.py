@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
 
+from swarm_engine import locks
 from swarm_engine.child import outlive_parent
 from swarm_engine.client.wire import SERVER_FILE, read_server
 from swarm_engine.config import EngineConfig
@@ -73,22 +74,20 @@ class RunDirLock:
         """
         try:
             _make_private(run_dir)
-            self._file: IO[str] = (run_dir / "server.lock").open("a+", encoding="utf-8")
+            descriptor = locks.hold(run_dir / "server.lock")
         except OSError as error:
             raise RunDirError(f"the run folder {run_dir} can't be used ({error.strerror})", "choose another") from error
-        try:
-            _lock(self._file)
-        except OSError:
-            self._file.close()
+        if descriptor is None:
             raise RunDirError(
                 f"another server runs in {run_dir}{_whose(run_dir)}",
                 "stop it (`swarm stop` or Ctrl-C in its terminal), or choose another --run-dir",
                 code="run_dir_taken",
-            ) from None
+            )
+        self._descriptor = descriptor
 
     def release(self) -> None:
         """Give the folder back."""
-        self._file.close()
+        os.close(self._descriptor)
 
 
 def _make_private(folder: Path) -> None:
@@ -96,17 +95,6 @@ def _make_private(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(mode=0o700, exist_ok=True)
-
-
-def _lock(file: IO[str]) -> None:
-    if sys.platform == "win32":
-        import msvcrt
-
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _whose(run_dir: Path) -> str:
