@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
@@ -51,11 +50,26 @@ def test_a_child_is_killed_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_child_that_looks_after_itself_is_not(tmp_path: Path) -> None:
-    parent, pid = started_by_another(tmp_path, "from swarm_engine.child import outlive_parent; outlive_parent()")
+    asked, answered = tmp_path / "asked", tmp_path / "answered"
+    answer = f"""
+import threading
+from swarm_engine.child import outlive_parent
+
+outlive_parent()
+
+def answer():
+    while not os.path.exists({str(asked)!r}):
+        time.sleep(0.01)
+    open({str(answered)!r}, "w")
+
+threading.Thread(target=answer).start()
+"""
+    parent, pid = started_by_another(tmp_path, answer)
     parent.kill()
     parent.wait()
-    time.sleep(0.2)
-    assert is_running(pid)
+    # What the kernel does at the end of a parent is done: whoever was to be killed runs no more code.
+    asked.touch()
+    wait_until(answered.exists)
     os.kill(pid, signal.SIGKILL)
 
 
@@ -115,7 +129,7 @@ def test_a_front_that_was_killed_in_its_workers_first_second_starts_again_and_im
     first = serve_process(run_dir, "--start", worker=WORKER_COMMAND)
     wait_until(lambda: len(psutil.Process(first.pid).children()) == 1)
     (worker,) = psutil.Process(first.pid).children()
-    time.sleep(0.3)  # it is at its imports, which take seconds
+    wait_until(lambda: "libtorch" in Path(f"/proc/{worker.pid}/maps").read_text())  # the midst of its imports
     first.stop(signal.SIGKILL)
     wait_until(lambda: not is_running(worker.pid))
     again = serve_process(run_dir, "--start", worker=WORKER_COMMAND)
