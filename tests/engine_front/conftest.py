@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from swarm_engine.client import SwarmClient, SyncEpisode
@@ -129,6 +131,20 @@ def serve_thread(
         assert not thread.is_alive()
 
 
+def wait_until(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to hold"
+        time.sleep(0.01)
+
+
+def wait_for_running(served: Served, episode: SyncEpisode, count: int) -> None:
+    """Wait until so many calls of an episode run."""
+    auth = {"authorization": f"Bearer {served.tokens['observer']}"}
+    url = f"{served.url}/swarm/v1/episodes/{episode.episode_id}"
+    wait_until(lambda: httpx.get(url, headers=auth).json()["num_running_calls"] == count)
+
+
 @pytest.fixture
 def serving(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """Starts fronts with fake workers; all have ended after the test."""
@@ -146,20 +162,26 @@ SMALL = {"seed": 7, "trainer": {"group_size": 2, "tasks_per_update": 2}, "sample
 """Four episodes an update."""
 
 
+@contextlib.contextmanager
+def started(run_dir: Path, config: Mapping[str, Any], **given: Any) -> Iterator[Served]:
+    """A front as `serve_thread` gives it, its engine started."""
+    with serve_thread(run_dir, **given) as served:
+        with served.client() as client:
+            client.start(config, wait=True)
+        yield served
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine that plays scripts, with a chat template that knows tools and reasoning."""
     run_dir = tmp_path_factory.mktemp("played") / "-".join(["longer", "than", "the", "path", "of", "a", "socket"] * 4)
-    with serve_thread(run_dir, template=TOOLS_AND_THINKING) as served:
-        with served.client() as client:
-            client.start({**SMALL, "sampler": {"backend": "scripted", "max_tokens": 1000}}, wait=True)
+    config = {**SMALL, "sampler": {"backend": "scripted", "max_tokens": 1000}}
+    with started(run_dir, config, template=TOOLS_AND_THINKING) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One started engine for a module whose tests leave each other alone: eval and debug episodes only."""
-    with serve_thread(tmp_path_factory.mktemp("shared") / "run") as served:
-        with served.client() as client:
-            client.start(SMALL, wait=True)
+    with started(tmp_path_factory.mktemp("shared") / "run", SMALL) as served:
         yield served

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import log_of, serve_process
-from test_lifecycle import wait_for_state, wait_until
+from conftest import log_of, serve_process, wait_until
+from test_lifecycle import wait_for_state
 
 from swarm_engine import child
 from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink, _listen

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from conftest import SMALL, Served, fake_worker, log_of, serve_process
+from conftest import SMALL, Served, fake_worker, log_of, serve_process, wait_until
 from tiny_tokenizer import END_ID, ids
 
 from swarm_engine.client import AsyncSwarmClient, SwarmClient, SyncEpisode
@@ -69,13 +69,6 @@ def test_whatever_it_is_bound_to_a_server_tells_an_address_that_is_one(host: str
     url, state = asyncio.run(ask())
     assert state is EngineState.OFFLINE
     assert url.startswith("http://[::1]:" if host == "::1" else "http://127.0.0.1:" if host[0] == "1" else "http://")
-
-
-def wait_until(is_true: Callable[[], bool], timeout_s: float = 8.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def num_running(served: Served, episode: SyncEpisode) -> int:

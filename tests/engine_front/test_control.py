@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from conftest import SMALL, Served, fake_worker, spoken
+from conftest import SMALL, Served, fake_worker, spoken, wait_until
 
 from swarm_engine.client import (
     AsyncSwarmClient,
@@ -737,13 +737,6 @@ def test_a_place_whose_episodes_are_all_dropped_keeps_the_last_of_them(serving: 
         results = client.run([Task("a")], unjudged, group_size=4, concurrency=1)
     assert [one.episode_id for one in results] == played[6::6]
     assert {one.drop_reason for one in results} == {DropReason.NULL_REWARD}
-
-
-def wait_until(holds: Callable[[], bool], limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to hold"
-        time.sleep(0.01)
 
 
 def wait_for_steps(client: SwarmClient, count: int) -> list[dict[str, Any]]:

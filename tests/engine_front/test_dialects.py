@@ -19,7 +19,7 @@ import openai
 import pytest
 from chat_template import CALL, TOOLS_AND_THINKING
 from chat_templates import CODECS
-from conftest import SMALL, Served, serve_thread
+from conftest import SMALL, Served, started, wait_for_running
 from llguidance import LLMatcher
 from pydantic import BaseModel, TypeAdapter
 from tiny_tokenizer import END_ID, NUM_IDS, START_ID, THINK_ID, ids, make_tokenizer
@@ -162,20 +162,24 @@ def test_a_call_that_sampled_nothing_is_an_error_and_no_row(engine: Served, is_s
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine whose replies never end and come token by token."""
-    with serve_thread(tmp_path_factory.mktemp("slow") / "run", token_s=0.01, end_chance=0.0) as served:
-        with served.client() as client:
-            client.start({**SMALL, "sampler": {"max_tokens": 2000}}, wait=True)
+    with started(
+        tmp_path_factory.mktemp("slow") / "run",
+        {**SMALL, "sampler": {"max_tokens": 2000}},
+        token_s=0.01,
+        end_chance=0.0,
+    ) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def trickling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine that plays scripts token by token."""
-    with serve_thread(
-        tmp_path_factory.mktemp("trickling") / "run", template=TOOLS_AND_THINKING, token_s=0.002
+    with started(
+        tmp_path_factory.mktemp("trickling") / "run",
+        {**SMALL, "sampler": {"backend": "scripted", "max_tokens": 500}},
+        template=TOOLS_AND_THINKING,
+        token_s=0.002,
     ) as served:
-        with served.client() as client:
-            client.start({**SMALL, "sampler": {"backend": "scripted", "max_tokens": 500}}, wait=True)
         yield served
 
 
@@ -219,15 +223,6 @@ def test_a_caller_that_goes_away_cancels_its_calls(
             timelines = client.timelines(claimed.episode_id)
         assert len(timelines) == count
         assert not any(any(timeline["blocks"][-1]["loss_mask"]) for timeline in timelines)
-
-
-def wait_for_running(served: Served, claimed: SyncEpisode, count: int) -> None:
-    auth = {"authorization": f"Bearer {served.tokens['observer']}"}
-    url = f"{served.url}/swarm/v1/episodes/{claimed.episode_id}"
-    deadline = time.monotonic() + 5
-    while httpx.get(url, headers=auth).json()["num_running_calls"] != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("route", BODIES)

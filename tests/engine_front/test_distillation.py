@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Served, serve_thread
+from conftest import Served, serve_thread, wait_until
 from episodes import call, episode
 from forked import forked_worker
-from test_lifecycle import wait_until
 
 from swarm_engine.client import Status, SwarmClient, SyncEpisode, Task
 from swarm_engine.config import TeacherConfig

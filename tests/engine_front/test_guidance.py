@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 from chat_template import TOOLS_AND_THINKING
-from conftest import SMALL, Served, serve_thread
+from conftest import SMALL, Served, started
 
 from swarm_engine import guidance, guidance_process
 from swarm_engine.client import SyncEpisode
@@ -191,9 +191,7 @@ time.sleep(600)
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """An engine whose template knows tools."""
-    with serve_thread(tmp_path_factory.mktemp("tools") / "run", template=TOOLS_AND_THINKING) as served:
-        with served.client() as client:
-            client.start(SMALL, wait=True)
+    with started(tmp_path_factory.mktemp("tools") / "run", SMALL, template=TOOLS_AND_THINKING) as served:
         yield served
 
 

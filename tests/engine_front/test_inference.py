@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from conftest import SMALL, Served
+from conftest import SMALL, Served, wait_for_running
 from tiny_tokenizer import END_ID, PAD_ID, ids
 
 from swarm_engine.client import ContextLengthError, SwarmClient, SwarmRequestError, SyncEpisode
@@ -607,21 +607,6 @@ def test_a_caller_that_goes_away_cancels_its_call(serving: Callable[..., Served]
     assert len(cancelled["blocks"][-1]["token_ids"]) in (range(1, 500) if is_stream else [0])
     assert not any(cancelled["blocks"][-1]["loss_mask"])
     assert all(asked["blocks"][-1]["loss_mask"])
-
-
-def wait_for_running(served: Served, episode: SyncEpisode, count: int) -> None:
-    deadline = time.monotonic() + 5
-    while running(served, episode) != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def running(served: Served, episode: SyncEpisode) -> int:
-    auth = {"authorization": f"Bearer {served.tokens['observer']}"}
-    found: int = httpx.get(f"{served.url}/swarm/v1/episodes/{episode.episode_id}", headers=auth).json()[
-        "num_running_calls"
-    ]
-    return found
 
 
 def test_an_end_while_a_call_runs_cancels_the_call(serving: Callable[..., Served]) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import Process, serve_process
-from test_lifecycle import free_port, read_journal, wait_until
+from conftest import Process, serve_process, wait_until
+from test_lifecycle import free_port, read_journal
 from tiny_model import build_tiny_model
 
 from swarm_engine.client import EpisodeLostError, SwarmClient, SwarmError, SwarmRequestError

@@ -26,7 +26,7 @@ import httpx
 import psutil
 import pytest
 from children import children_with
-from conftest import SMALL, Process, Served, fake_worker, log_of, serve_process, serve_thread, spoken
+from conftest import SMALL, Process, Served, fake_worker, log_of, serve_process, serve_thread, spoken, wait_until
 from fake_worker import as_metric, digest
 
 from swarm_engine.client import (
@@ -58,13 +58,6 @@ def talk(episode: SyncEpisode, task: Task) -> None:
 
 def play(client: SwarmClient, *tasks: str, size: int = 2) -> None:
     client.run([Task(task) for task in tasks], talk, group_size=size, concurrency=4)
-
-
-def wait_until(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to hold"
-        time.sleep(0.01)
 
 
 def wait_for_step(client: SwarmClient, step: int) -> None:

@@ -17,7 +17,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from conftest import Served, serve_process, serve_thread
+from conftest import Served, serve_process, serve_thread, started
 from forked import forked_worker
 from rich.console import Console
 from tiny_model import build_tiny_model
@@ -49,9 +49,7 @@ NAMES = "tiny, twin, nano"
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     run_dir = tmp_path_factory.mktemp("several") / "run"
     build_tiny_model(run_dir / "models" / "tiny", max_position_embeddings=64)
-    with serve_thread(run_dir, worker=forked_worker()) as served:
-        with served.client() as client:
-            client.start(CONFIG, wait=True)
+    with started(run_dir, CONFIG, worker=forked_worker()) as served:
         yield served
 
 

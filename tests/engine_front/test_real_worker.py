@@ -15,7 +15,7 @@ import anthropic
 import openai
 import pytest
 from chat_template import TOOLS_AND_THINKING
-from conftest import Served, serve_thread
+from conftest import Served, serve_thread, started
 from forked import forked_worker
 from tiny_model import build_tiny_model, build_tokenizer
 
@@ -37,9 +37,7 @@ HI: list[Any] = [{"role": "user", "content": "Your move?"}]
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve_thread(tmp_path_factory.mktemp("real") / "run", worker=WORKER_COMMAND) as served:
-        with served.client() as client:
-            client.start(CONFIG, wait=True)
+    with started(tmp_path_factory.mktemp("real") / "run", CONFIG, worker=WORKER_COMMAND) as served:
         yield served
 
 

@@ -12,19 +12,19 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from conftest import SMALL, Process, Served, fake_worker, serve_process
+from conftest import Process, Served, fake_worker, serve_process, wait_until
 
 HELPERS = Path(__file__).parent
 sys.path.append(str(HELPERS))
 
-from test_lifecycle import CONFIG, check_journal, config_file, free_port, read_journal, wait_for_step, wait_until  # noqa: E402
+from test_lifecycle import CONFIG, check_journal, config_file, free_port, read_journal, wait_for_step  # noqa: E402
 
 from swarm_engine.client import (  # noqa: E402
     AsyncSwarmClient,
@@ -55,17 +55,6 @@ def by_anthropic(episode: SyncEpisode) -> None:
 
 def by_chat(episode: SyncEpisode) -> None:
     episode.chat(HI, max_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def rolling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """An engine for tests that leave each other alone: eval episodes only."""
-    from conftest import serve_thread
-
-    with serve_thread(tmp_path_factory.mktemp("rolling") / "run") as served:
-        with served.client() as client:
-            client.start(SMALL, wait=True)
-        yield served
 
 
 # What a rollout raises
@@ -110,46 +99,46 @@ def drop(served: Served, episode_id: str) -> None:
         pytest.param(swallowed(by_openai), id="swallowed"),
     ],
 )
-def test_an_episode_that_is_lost_is_played_again_whatever_its_agent_raises(rolling: Served, ask: Ask) -> None:
-    lose_one(rolling, ask)
+def test_an_episode_that_is_lost_is_played_again_whatever_its_agent_raises(engine: Served, ask: Ask) -> None:
+    lose_one(engine, ask)
 
 
-def lose_one(rolling: Served, ask: Ask) -> None:
+def lose_one(engine: Served, ask: Ask) -> None:
     """Run an agent whose first episode is lost under it."""
     played: list[str] = []
 
     def rollout(episode: SyncEpisode, _: Task) -> None:
         played.append(episode.episode_id)
         if len(played) == 1:
-            drop(rolling, episode.episode_id)
+            drop(engine, episode.episode_id)
         ask(episode)
         episode.end(reward=1.0)
 
-    with rolling.client() as client:
+    with engine.client() as client:
         (result,) = client.run([Task("t")], rollout, group_size=1, concurrency=1, mode=Mode.EVAL)
     assert len(played) == 2
     assert result.episode_id == played[1]
 
 
-def test_an_episode_that_is_lost_whenever_it_is_played_ends_the_run_after_five_replays(rolling: Served) -> None:
+def test_an_episode_that_is_lost_whenever_it_is_played_ends_the_run_after_five_replays(engine: Served) -> None:
     played: list[str] = []
 
     def rollout(episode: SyncEpisode, _: Task) -> None:
         played.append(episode.episode_id)
-        drop(rolling, episode.episode_id)
+        drop(engine, episode.episode_id)
         by_openai(episode)
 
     async def rollout_too(episode: Episode, _: Task) -> None:
         played.append(episode.episode_id)
-        drop(rolling, episode.episode_id)
+        drop(engine, episode.episode_id)
         await episode.chat(HI)
 
     async def run() -> None:
-        async with AsyncSwarmClient(rolling.url, rolling.tokens["operator"]) as client:
+        async with AsyncSwarmClient(engine.url, engine.tokens["operator"]) as client:
             await client.run([Task("t")], rollout_too, group_size=1, concurrency=1, mode=Mode.EVAL)
 
     said = r"an episode of task 't' was lost, and a run plays it again 5 times at most; .* ended with "
-    with rolling.client() as client, pytest.raises(ReplayLimitError, match=said + "GoneError|APIStatusError"):
+    with engine.client() as client, pytest.raises(ReplayLimitError, match=said + "GoneError|APIStatusError"):
         client.run([Task("t")], rollout, group_size=1, concurrency=1, mode=Mode.EVAL)
     assert len(set(played)) == len(played) == 6
     with pytest.raises(ReplayLimitError, match=said + "EpisodeLostError"):
@@ -157,18 +146,18 @@ def test_an_episode_that_is_lost_whenever_it_is_played_ends_the_run_after_five_r
     assert len(set(played)) == len(played) == 12
 
 
-def test_an_error_of_an_agent_whose_episode_runs_ends_the_run_and_frees_its_place(rolling: Served) -> None:
+def test_an_error_of_an_agent_whose_episode_runs_ends_the_run_and_frees_its_place(engine: Served) -> None:
     def rollout(episode: SyncEpisode, _: Task) -> None:
         with openai.OpenAI(base_url=episode.base_url, api_key="wrong", max_retries=0) as api:
             api.models.list()
 
-    with rolling.client() as client:
+    with engine.client() as client:
         with pytest.raises(openai.AuthenticationError):
             client.run([Task("t")], rollout, group_size=1, concurrency=1, mode=Mode.EVAL)
         assert client.status().running == 0
 
 
-def test_an_episode_that_its_own_rollout_gives_up_is_played_again(rolling: Served) -> None:
+def test_an_episode_that_its_own_rollout_gives_up_is_played_again(engine: Served) -> None:
     played: list[str] = []
 
     def rollout(episode: SyncEpisode, _: Task) -> None:
@@ -178,7 +167,7 @@ def test_an_episode_that_its_own_rollout_gives_up_is_played_again(rolling: Serve
         else:
             episode.end(reward=1.0)
 
-    with rolling.client() as client:
+    with engine.client() as client:
         (result,) = client.run([Task("t")], rollout, group_size=1, concurrency=1, mode=Mode.EVAL)
     assert [result.episode_id] == played[1:]
 

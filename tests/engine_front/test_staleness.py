@@ -13,12 +13,12 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from conftest import Served, serve_process, serve_thread
+from conftest import Served, serve_process, serve_thread, wait_until
 from episodes import own_logprobs
 from forked import forked
 from held_worker import Gate
 from test_kills import saved_from_journal, trained_from_journal
-from test_lifecycle import read_journal, wait_for_state, wait_until
+from test_lifecycle import read_journal, wait_for_state
 from tiny_model import build_tiny_model
 
 from swarm_engine.client import ClaimTimeoutError, SwarmClient

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import SMALL, Served, serve_thread
-from test_lifecycle import check_journal, play, wait_for_state, wait_for_step, wait_until, worker_of
+from conftest import SMALL, Served, serve_thread, wait_until
+from test_lifecycle import check_journal, play, wait_for_state, wait_for_step, worker_of
 
 from swarm_engine.client import SwarmClient, SwarmRequestError
 from swarm_engine.errors import ServerClosingError

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "engine_front"))
 
-from conftest import SMALL, serve_thread
+from conftest import SMALL, started
 from test_restarts import by_anthropic, by_openai, lose_one, run_through_kills
 
 from swarm_engine.client import SyncEpisode
@@ -24,9 +24,7 @@ def by_langchain(episode: SyncEpisode) -> None:
 
 
 def test_an_episode_that_is_lost_is_played_again_when_langchain_raises(tmp_path: Path) -> None:
-    with serve_thread(tmp_path / "run") as served:
-        with served.client() as client:
-            client.start(SMALL, wait=True)
+    with started(tmp_path / "run", SMALL) as served:
         lose_one(served, by_langchain)
 
 
