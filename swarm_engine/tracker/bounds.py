@@ -397,34 +397,22 @@ def _counted(meter: Meter, values: Iterable[Any], units: int = OBJECT) -> Iterat
         yield value
 
 
-@pass_context
-def _printed(context: Context, value: Any) -> Any:
-    meter = _meter_of(context)
-    meter.spend(MADE * (len(value) if type(value) is str else meter.weigh(value)))
-    return value
+def _passing(factor: int, free: type | None = None) -> Callable[[Context, Any], Any]:
+    """A filter that gives back what it is given, paid for by its size unless its type costs nothing there."""
+
+    @pass_context
+    def paid(context: Context, value: Any) -> Any:
+        kind = type(value)
+        if kind is not free:
+            meter = _meter_of(context)
+            meter.spend(factor * (len(value) if kind is str else meter.weigh(value)))
+        return value
+
+    return paid
 
 
-@pass_context
-def _read(context: Context, value: Any) -> Any:
-    meter = _meter_of(context)
-    meter.spend(len(value) if type(value) is str else meter.weigh(value))
-    return value
-
-
-@pass_context
-def _searched(context: Context, value: Any) -> Any:
-    if type(value) is not dict:
-        meter = _meter_of(context)
-        meter.spend(meter.weigh(value))
-    return value
-
-
-@pass_context
-def _key(context: Context, value: Any) -> Any:
-    if type(value) is not int:
-        meter = _meter_of(context)
-        meter.spend(meter.weigh(value))
-    return value
+_printed, _read = _passing(MADE), _passing(1)
+_searched, _key = _passing(1, free=dict), _passing(1, free=int)
 
 
 @pass_context
