@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -16,6 +17,9 @@ KEPT_S = 60.0
 """Seconds that a connection is kept for the next request; the server hangs up after twice as many."""
 TIMEOUT = httpx.Timeout(connect=10.0, read=None, write=60.0, pool=None)
 """Replies may take minutes on a small machine, and long polls and event streams are quiet by design."""
+PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 30, 10, 3
+"""Seconds of silence, or between two, after which TCP asks whether the server is there, and how often before the
+connection is given up. One that lost its power or its network says no word, and replies have no timeout."""
 RECONNECT_S = 60.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
@@ -49,7 +53,8 @@ class Lanes(Generic[Transport]):
         """A transport that reaches servers directly: proxies of the environment are for the world outside."""
         if self._tls is None:
             self._tls = httpx.create_ssl_context()  # with SSL_CERT_FILE, as other clients; it takes 20 ms
-        return self._make(verify=self._tls, limits=httpx.Limits(keepalive_expiry=KEPT_S))
+        limits = httpx.Limits(keepalive_expiry=KEPT_S)
+        return self._make(verify=self._tls, limits=limits, socket_options=socket_options())
 
     @contextlib.contextmanager
     def lane(self) -> Iterator[Transport]:
@@ -63,6 +68,20 @@ class Lanes(Generic[Transport]):
             yield lane
         finally:
             self._idle.append(lane)
+
+
+def socket_options() -> list[tuple[int, int, int]]:
+    """Options of a connection by which the system ends it where the other end has vanished, as far as it has them."""
+    silence_s = PROBE_AFTER_S + NUM_PROBES * PROBE_EVERY_S
+    wanted = {
+        "TCP_KEEPIDLE": PROBE_AFTER_S,
+        "TCP_KEEPALIVE": PROBE_AFTER_S,  # as macOS calls it
+        "TCP_KEEPINTVL": PROBE_EVERY_S,
+        "TCP_KEEPCNT": NUM_PROBES,
+        "TCP_USER_TIMEOUT": 1000 * silence_s,  # of a request that was sent and never arrived
+    }
+    there = [(getattr(socket, name), value) for name, value in wanted.items() if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, name, value) for name, value in there)]
 
 
 def request_of(method: str, url: str, body: Any, headers: Mapping[str, str]) -> httpx.Request:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
+import uvloop
 from conftest import SMALL, Served
 
 from swarm_engine.client import (
@@ -28,7 +32,7 @@ from swarm_engine.client import (
     SyncEpisode,
     Task,
 )
-from swarm_engine.client.http import Reconnection
+from swarm_engine.client.http import Lanes, Reconnection, request_of
 from swarm_engine.client.wire import EventReader
 from swarm_engine.types import EngineState, Mode
 
@@ -431,6 +435,33 @@ def test_what_a_proxy_answers_while_the_server_is_gone_is_waited_out() -> None:
     bad_gateway = http(b"<html>nginx</html>", "502 Bad Gateway")
     for episode, requests in in_both_clients([http(CLOSED), bad_gateway, http(OPEN)], [http({})], ask=claim):
         assert (episode.episode_id, len(requests)) == ("e1", 3)
+
+
+NUMBERS = ("SO_KEEPALIVE", "TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+
+
+def options_of(answer: httpx.Response) -> list[int]:
+    line = answer.extensions["network_stream"].get_extra_info("socket")
+    levels = (socket.SOL_SOCKET, *[socket.IPPROTO_TCP] * 4)
+    return [line.getsockopt(level, getattr(socket, name)) for level, name in zip(levels, NUMBERS, strict=True)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere some of them have another name, or are not there")
+def test_every_connection_is_probed_for_a_server_that_has_vanished(engine: Served) -> None:
+    """A minute without an answer to a probe, or to what was sent, ends it."""
+    request = request_of("GET", f"{engine.url}/swarm/v1/status", None, {})
+
+    async def of_async() -> list[int]:
+        async with Lanes(httpx.AsyncHTTPTransport).make() as lane:
+            answer = await lane.handle_async_request(request)
+            await answer.aread()
+            return options_of(answer)
+
+    with Lanes(httpx.HTTPTransport).make() as lane:
+        answer = lane.handle_request(request)
+        answer.read()
+        found = options_of(answer)
+    assert found == asyncio.run(of_async()) == uvloop.run(of_async()) == [1, 30, 10, 3, 60_000]
 
 
 def test_a_request_that_does_something_twice_when_sent_twice_is_sent_once() -> None:
