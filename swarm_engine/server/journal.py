@@ -176,8 +176,7 @@ class Journal:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         check_before_opening(path)
-        self._writer_database = open_database(path)
-        self._writer_database.execute(f"PRAGMA busy_timeout={int(WRITER_TIMEOUT_S * 1000)}")
+        self._writer_database = self._open_writer()
         self._reader = open_database(path)
         self._reader_lock = threading.Lock()
         self.locked_since: float | None = None
@@ -312,9 +311,13 @@ class Journal:
     def _reconnect(self) -> None:
         """A fresh connection for the writer: what was wrong with the file may have been put right."""
         self._writer_database.close()
-        self._writer_database = open_database(self.path)
-        self._writer_database.execute(f"PRAGMA busy_timeout={int(WRITER_TIMEOUT_S * 1000)}")
+        self._writer_database = self._open_writer()
         self._failed = None
+
+    def _open_writer(self) -> sqlite3.Connection:
+        database = open_database(self.path)
+        database.execute(f"PRAGMA busy_timeout={int(WRITER_TIMEOUT_S * 1000)}")
+        return database
 
     def _transact_when_free(self, jobs: list[_Job]) -> list[Event]:
         """Wait as long as others hold the file locked; it fails nothing, and what is queued stays in order."""
@@ -442,8 +445,9 @@ class Journal:
                 if "malformed JSON" not in str(error):
                     raise explain(error, self.path) from error
         # Only events' payloads are taken apart in SQL.
-        rows = self._read("SELECT seq FROM events WHERE NOT json_valid(payload) LIMIT 1")
-        raise _no_json(self.path, rows[0][0])
+        for (seq,) in self._read("SELECT seq FROM events WHERE NOT json_valid(payload) LIMIT 1"):
+            raise _no_json(self.path, seq)
+        raise damaged(self.path, "table events: a value in a payload is another one than was written")
 
     @contextlib.contextmanager
     def reading(self, table: str, row: object) -> Iterator[None]:

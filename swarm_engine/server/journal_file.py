@@ -74,27 +74,28 @@ def open_database(path: Path) -> sqlite3.Connection:
             "check the folder, or take another (--run-dir)",
             code="journal_unwritable",
         ) from error
-    database = None
     try:
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=LOCK_PATIENCE_S)
-        (mode,) = database.execute("PRAGMA journal_mode=WAL").fetchone()
-        if mode != "wal":
-            raise JournalError(
-                f"the journal {path} can't have a write-ahead log (SQLite says {mode!r})",
-                "its disk lacks shared memory, as network disks do: take a run folder on a local one (--run-dir)",
-                code="journal_unwritable",
-            )
-        database.execute("PRAGMA synchronous=FULL")
-        _bring_up_to_date(database, path)
+        try:
+            _set_up(database, path)
+        except (sqlite3.Error, JournalError):
+            database.close()
+            raise
     except sqlite3.Error as error:
-        if database is not None:
-            database.close()
         raise explain(error, path) from error
-    except JournalError:
-        if database is not None:
-            database.close()
-        raise
     return database
+
+
+def _set_up(database: sqlite3.Connection, path: Path) -> None:
+    (mode,) = database.execute("PRAGMA journal_mode=WAL").fetchone()
+    if mode != "wal":
+        raise JournalError(
+            f"the journal {path} can't have a write-ahead log (SQLite says {mode!r})",
+            "its disk lacks shared memory, as network disks do: take a run folder on a local one (--run-dir)",
+            code="journal_unwritable",
+        )
+    database.execute("PRAGMA synchronous=FULL")
+    _bring_up_to_date(database, path)
 
 
 def _bring_up_to_date(database: sqlite3.Connection, path: Path) -> None:

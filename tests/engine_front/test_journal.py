@@ -252,6 +252,17 @@ def test_a_damaged_journal_is_named_with_the_place_and_the_way_out(
     assert "--run-dir" in caught.value.hint
 
 
+def test_a_payload_whose_value_is_another_one_is_damage_too(tmp_path: Path) -> None:
+    payload = {"mode": "eval", "tags": "no object", "rewards": {"main": 1.0}, "outcome": "success", "policy_version": 0}
+
+    async def work(journal: Journal) -> None:
+        await journal.append(EventWrite.of("episode", **payload))
+        with pytest.raises(JournalDamagedError, match="table events: a value in a payload"):
+            journal.rewards_by_version(BestBy.EVALUATION)
+
+    within(tmp_path, work)
+
+
 def test_a_damaged_journal_that_is_gone_meanwhile_is_named_and_not_made_anew(tmp_path: Path) -> None:
     error = sqlite3.DatabaseError("database disk image is malformed")
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
