@@ -171,8 +171,8 @@ class GuidanceProcess:
             blamed = RefusedError(f"{ENDED_BY.get(ended_by, 'llguidance ended over it')} ({ended_by.name})")
         else:
             blamed = RefusedError(f"llguidance broke over it (exit code {code})")
-        for place, asked in enumerate(self._waiting):
-            asked.answer = LostError() if place else blamed
+        for index, asked in enumerate(self._waiting):
+            asked.answer = LostError() if index else blamed
         self._waiting.clear()
 
 

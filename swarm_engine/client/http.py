@@ -21,8 +21,9 @@ PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 30, 10, 3
 """Seconds of silence, or between two, after which TCP asks whether the server is there, and how often before the
 connection is given up. One that lost its power or its network says no word, and replies have no timeout."""
 RECONNECT_S = 60.0
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 1.0
+"""A lost server is waited for so long, unless a client is told otherwise."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+"""Between two tries; each pause is twice the one before."""
 AWAY_CODES = ("server_closing", "too_many_connections")
 """Of answers by a server that takes nothing in for now."""
 LOCKED_CODE = "journal_locked"
@@ -37,13 +38,13 @@ class Lanes(Generic[Transport]):
     In one pool every request looks at every connection: with 64 of them it costs twice to three times the CPU time.
     """
 
-    def __init__(self, make: Callable[..., Transport]) -> None:
+    def __init__(self, transport: Callable[..., Transport]) -> None:
         """Begin without any.
 
         Args:
-            make: httpx's transport, sync or async.
+            transport: httpx's, sync or async.
         """
-        self._make = make
+        self._transport = transport
         self._tls: ssl.SSLContext | None = None
         self.lanes: list[Transport] = []
         """All there are."""
@@ -54,7 +55,7 @@ class Lanes(Generic[Transport]):
         if self._tls is None:
             self._tls = httpx.create_ssl_context()  # with SSL_CERT_FILE, as other clients; it takes 20 ms
         limits = httpx.Limits(keepalive_expiry=KEPT_S)
-        return self._make(verify=self._tls, limits=limits, socket_options=socket_options())
+        return self._transport(verify=self._tls, limits=limits, socket_options=socket_options())
 
     @contextlib.contextmanager
     def lane(self) -> Iterator[Transport]:

@@ -341,7 +341,7 @@ class SwarmClient:
         before = self._finished if epoch is None else wire.episodes_of(tasks, group_size * epoch)
         completed = Counter(self.completed()) - before if resume else {}
         results: dict[int, wire.EpisodeResult] = {}
-        free = threading.Semaphore(concurrency)
+        free, has_failed = threading.Semaphore(concurrency), threading.Event()
 
         def play(number: int, task: wire.Task, episode: SyncEpisode) -> None:
             try:
@@ -356,6 +356,9 @@ class SwarmClient:
                 results[number] = episode.result
                 if on_episode is not None:
                     on_episode(episode.result)
+            except BaseException:
+                has_failed.set()
+                raise
             finally:
                 free.release()
 
@@ -363,8 +366,7 @@ class SwarmClient:
         with ThreadPoolExecutor(concurrency, thread_name_prefix="rollout") as pool:
             for number, task in wire.places(tasks, group_size, completed):
                 free.acquire()
-                if any(one.done() and one.exception() is not None for one in playing):
-                    free.release()
+                if has_failed.is_set():
                     break
                 episode = self.episode(task.task_id, mode=mode, tags=tags, wait_s=None)
                 playing.append(pool.submit(play, number, task, episode))

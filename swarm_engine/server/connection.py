@@ -56,8 +56,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It begins."""
         super().connection_made(transport)  # type: ignore[arg-type]  # as uvicorn narrows it
-        others = [one for one in self.connections if isinstance(one, Connection)]
-        self._crowd.admit(self, others, len(others))
+        others = (one for one in self.connections if isinstance(one, Connection))
+        self._crowd.admit(self, others, len(self.connections))
 
     @property
     def is_lost(self) -> bool:

@@ -46,7 +46,7 @@ from swarm_engine.server.journal import BatchWrite, EventWrite, Journal, MetaWri
 from swarm_engine.server.loaded import Loaded, ServedPolicy
 from swarm_engine.server.models import ExportRequest
 from swarm_engine.server.pool import Pool, PoolCounts
-from swarm_engine.server.roster import KeptEpisodes, Roster, recorded
+from swarm_engine.server.roster import KeptEpisodes, Roster, record_of
 from swarm_engine.server.shown import Shown, show_timelines
 from swarm_engine.server.states import check_transition
 from swarm_engine.server.teacher import Teacher, with_teacher
@@ -401,7 +401,7 @@ class Engine:
         self, record: BatchRecord, trainer: TrainerConfig, policies: Mapping[str, ServedPolicy]
     ) -> tuple[Episode, ...]:
         """The episodes of a batch as the trainer takes them, from the journal."""
-        records = [recorded(self.journal, row) for row in self.journal.episodes_of(record)]
+        records = [record_of(self.journal, row) for row in self.journal.episodes_of(record)]
         if trainer.merge is Merge.TEXT:
             episodes = [_continued(one, policies, ignore_tools=bool(trainer.ignore_tools)) for one in records]
         else:

@@ -132,10 +132,10 @@ class InferenceApp:
                 episode = self._authorize(target, scope["headers"])
                 episode.touch()
                 if route == COUNT:
-                    counted = await self._at_leisure(body, lambda: self._count(body, episode, target), target, scope)
+                    counted = await self._off_loop(body, lambda: self._count(body, episode, target), target, scope)
                     await send_json(send, 200, {"input_tokens": counted})
                 else:
-                    request, draft = await self._at_leisure(
+                    request, draft = await self._off_loop(
                         body, lambda: self._draft(body, episode, target), target, scope
                     )
                     connection = scope["extensions"][EXTENSION]["connection"]
@@ -181,7 +181,7 @@ class InferenceApp:
         all_of_them = [describe(policy.ready, created) for policy in served.values()]
         return models.anthropic_list(all_of_them) if is_anthropic else models.openai_list(all_of_them)
 
-    async def _at_leisure(self, body: bytes, read: Callable[[], Read], target: Target, scope: Scope) -> Read:
+    async def _off_loop(self, body: bytes, read: Callable[[], Read], target: Target, scope: Scope) -> Read:
         """Read a body: a short one at once; on a thread one that is long or asks for much, so that others are answered
         meanwhile.
 

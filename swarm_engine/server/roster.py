@@ -10,9 +10,9 @@ import asyncio
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -37,6 +37,8 @@ from swarm_engine.types import DEFAULT_AGENT, BatchRecord, ClaimReason, DropReas
 
 MAX_LIVE_EPISODES = 4096
 """Episodes that run side by side; more claims wait with the reason `full`."""
+NUM_REMEMBERED = 2 * MAX_LIVE_EPISODES
+"""Lost episodes and answered claims that are known still."""
 EMPTY_GROUP_GRACE_S = 5.0
 """A group without a single completed episode that nobody works on is given up after this, where others wait."""
 BARREN_BATCHES = 3
@@ -50,6 +52,7 @@ turn, so they are taken; they train nothing, and a name that was misspelt shows 
 
 episode_records: TypeAdapter[EpisodeRecord] = TypeAdapter(EpisodeRecord)
 
+Key = TypeVar("Key", bound=Hashable)
 Reward = float | Mapping[str, float | None] | None
 Gate = Callable[[Mode], Loaded | ClaimReason]
 """What serves an episode of a mode now, or why a claim has to wait; raises where waiting is in vain."""
@@ -80,7 +83,7 @@ class KeptEpisodes:
         """Read them; takes long where the journal is long, so not on the event loop."""
         rows = journal.open_episodes()
         return KeptEpisodes(
-            completed={row.episode_id: recorded(journal, row).episode for row in rows},
+            completed={row.episode_id: record_of(journal, row).episode for row in rows},
             pooled=[row.pooled() for row in rows],
             closed_groups=journal.closed_groups(),
             next_position=journal.next_position(),
@@ -98,7 +101,7 @@ class Ended:
     """Why its place is free again; None where it keeps it."""
 
 
-def recorded(journal: Journal, row: EpisodeRow) -> EpisodeRecord:
+def record_of(journal: Journal, row: EpisodeRow) -> EpisodeRecord:
     """What a row of the journal holds of its episode.
 
     Raises:
@@ -131,13 +134,14 @@ class Roster:
         self._gate = gate
         self._on_change = on_change
         self._on_barren = on_barren
-        self._num_unjudged = 0
+        self._num_barren = 0
         """Train episodes in a row that ended without a reward or a call."""
         self._num_abandoned = 0
         """Judged train episodes that were dropped with their groups since the last batch."""
         self._loaded: Loaded | None = None
         self._live: dict[str, LiveEpisode] = {}
         self._lost: dict[str, str] = {}
+        """Why an episode does not run any more, of the newest that were lost."""
         self._claimed: dict[tuple[str, str], str] = {}
         """Episode by client and claim key, of the newest claims that had one."""
         self._completed: dict[str, Episode] = {}
@@ -154,7 +158,7 @@ class Roster:
     def open(self, loaded: Loaded, kept: KeptEpisodes) -> None:
         """Serve with a freshly booted engine: the journal's completed episodes take their places again."""
         self._loaded = loaded
-        self._num_unjudged = self._num_abandoned = 0
+        self._num_barren = self._num_abandoned = 0
         self._completed = dict(kept.completed)
         loaded.pool.restore(kept.pooled, kept.closed_groups, kept.next_position, kept.loose_groups)
 
@@ -257,7 +261,9 @@ class Roster:
             ConflictError: that claim asked for something else.
             EpisodeLostError: it does not run any more.
         """
-        episode_id = self._claimed.get((request.client_id, request.claim_key or ""))
+        if request.claim_key is None:
+            return None
+        episode_id = self._claimed.get((request.client_id, request.claim_key))
         if episode_id is None:
             return None
         episode = self.find(episode_id)
@@ -322,9 +328,7 @@ class Roster:
         self._live[episode_id] = episode
         self._clients[request.client_id] = now
         if request.claim_key is not None:
-            self._claimed[request.client_id, request.claim_key] = episode_id
-            while len(self._claimed) > 2 * MAX_LIVE_EPISODES:
-                self._claimed.pop(next(iter(self._claimed)))
+            _remember(self._claimed, (request.client_id, request.claim_key), episode_id)
         self._arm(episode)
         extra = {"code_version": request.code_version} if request.code_version else {}
         self._journal.append(
@@ -418,18 +422,13 @@ class Roster:
         """Take an episode off without a reward; its place is free again."""
         episode.close_calls()
         self._forget(episode)
-        self._note_lost(episode.episode_id, reason)
+        _remember(self._lost, episode.episode_id, reason)
         self._vacate(episode)
         # Aborts carry their caller's words; they are counted as one kind.
         self._count_drop(episode, reason.partition(":")[0])
         self._journal.append(
             EventWrite.of("drop", episode_id=episode.episode_id, group_id=episode.seat.group_id, reason=reason)
         )
-
-    def _note_lost(self, episode_id: str, reason: str) -> None:
-        self._lost[episode_id] = reason
-        while len(self._lost) > 2 * MAX_LIVE_EPISODES:
-            self._lost.pop(next(iter(self._lost)))
 
     def _count_drop(self, episode: LiveEpisode, reason: str) -> None:
         if episode.mode is Mode.TRAIN:
@@ -522,16 +521,16 @@ class Roster:
         """Send an end to the journal. What follows from it must not depend on its caller still being there."""
         assert self._loaded is not None
         episode.close_calls()
-        recorded = episode.record(ending)
-        drop = _drop_reason(recorded.episode)
+        record = episode.record(ending)
+        drop = _drop_reason(record.episode)
         request = ending.as_text()
         is_pooled = episode.mode is Mode.TRAIN and drop is None
-        writes: list[Write] = [_row(episode, recorded, request, is_pooled), _ended_event(episode, recorded)]
+        writes: list[Write] = [_row(episode, record, request, is_pooled), _ended_event(episode, record)]
         if drop is not None:
             group_id = episode.seat.group_id
             writes.append(EventWrite.of("drop", episode_id=episode.episode_id, group_id=group_id, reason=drop))
         episode.ending = request
-        settling = self._settle_end(episode, self._loaded, recorded.episode, drop, self._journal.append(*writes))
+        settling = self._settle_end(episode, self._loaded, record.episode, drop, self._journal.append(*writes))
         episode.ended = asyncio.create_task(settling, name="end")
 
     async def _settle_end(
@@ -549,7 +548,7 @@ class Roster:
             # The engine has failed of it and its pool is gone; nothing holds a place for this episode any more.
             episode.ending = None
             self._forget(episode)
-            self._note_lost(episode.episode_id, "its end could not be written")
+            _remember(self._lost, episode.episode_id, "its end could not be written")
             raise
         self._forget(episode)
         if self._loaded is not loaded:
@@ -559,7 +558,7 @@ class Roster:
             self._vacate(episode)
             self._count_drop(episode, drop)
         elif episode.mode is Mode.TRAIN:
-            self._num_unjudged = 0
+            self._num_barren = 0
             self._completed[episode.episode_id] = ended
             judged = {agent for agent, reward in ended.rewards.items() if reward is not None}
             if silent := judged.difference(episode.speakers):
@@ -567,17 +566,17 @@ class Roster:
             loaded.pool.complete(episode.episode_id, ended.rewards)
         self._on_change()
         if episode.mode is Mode.TRAIN and drop is not None:
-            self._note_unjudged(loaded, drop)
+            self._note_barren(loaded, drop)
         return drop
 
-    def _note_unjudged(self, loaded: Loaded, drop: DropReason) -> None:
+    def _note_barren(self, loaded: Loaded, drop: DropReason) -> None:
         """Without this, a reward function that is broken for every episode, or an agent that asks another model, looks
         like a run that is merely slow."""
-        self._num_unjudged += 1
+        self._num_barren += 1
         trainer = loaded.config.trainer
-        if self._num_unjudged >= BARREN_BATCHES * trainer.group_size * trainer.tasks_per_update:
+        if self._num_barren >= BARREN_BATCHES * trainer.group_size * trainer.tasks_per_update:
             self._on_barren(
-                f"the last {self._num_unjudged} train episodes ended without a reward or without a call, the last one "
+                f"the last {self._num_barren} train episodes ended without a reward or without a call, the last one "
                 f"as {drop}; see their events, mend the environment, the judge or the agent, and start again"
             )
 
@@ -643,7 +642,7 @@ class Roster:
     async def _drop_reason_of(self, row: EpisodeRow) -> DropReason | None:
         if row.is_pooled:
             return None
-        return _drop_reason((await asyncio.to_thread(recorded, self._journal, row)).episode)
+        return _drop_reason((await asyncio.to_thread(record_of, self._journal, row)).episode)
 
     async def record(self, episode_id: str) -> EpisodeRecord:
         """An episode's calls so far, running or ended.
@@ -655,7 +654,7 @@ class Roster:
         if episode is not None:
             return episode.record(Ending({}, Outcome.SUCCESS, {}, {}))
         row = await self.ended_row(episode_id)
-        return recorded(self._journal, row)
+        return record_of(self._journal, row)
 
     def _request_of(self, row: EpisodeRow) -> dict[str, Any]:
         with self._journal.reading("episodes", row.episode_id):
@@ -695,6 +694,13 @@ class Roster:
         }
 
 
+def _remember(newest: dict[Key, str], key: Key, value: str) -> None:
+    """Keep a value with those that came last."""
+    newest[key] = value
+    while len(newest) > NUM_REMEMBERED:
+        newest.pop(next(iter(newest)))
+
+
 def _by_agent(reward: Reward, agents: Sequence[str]) -> dict[str, float | None]:
     """A bare number goes to every agent."""
     if isinstance(reward, Mapping):
@@ -725,7 +731,7 @@ def _check_same_end(episode_id: str, before: str, now: str) -> None:
         )
 
 
-def _row(episode: LiveEpisode, recorded: EpisodeRecord, request: str, is_pooled: bool) -> EpisodeRow:
+def _row(episode: LiveEpisode, record: EpisodeRecord, request: str, is_pooled: bool) -> EpisodeRow:
     seat = episode.seat
     return EpisodeRow(
         episode_id=episode.episode_id,
@@ -736,14 +742,14 @@ def _row(episode: LiveEpisode, recorded: EpisodeRecord, request: str, is_pooled:
         attempt=seat.attempt,
         position=seat.position,
         is_pooled=is_pooled,
-        rewards=recorded.episode.rewards,
+        rewards=record.episode.rewards,
         request=request,
-        record=episode_records.dump_json(recorded),
+        record=episode_records.dump_json(record),
     )
 
 
-def _ended_event(episode: LiveEpisode, recorded: EpisodeRecord) -> EventWrite:
-    ended = recorded.episode
+def _ended_event(episode: LiveEpisode, record: EpisodeRecord) -> EventWrite:
+    ended = record.episode
     frozen = _frozen_agents(episode, ended)
     return EventWrite.of(
         "episode",

@@ -35,6 +35,7 @@ from swarm_engine.types import well_formed
 
 BACKLOG = 2048
 SWITCH_S = 0.001
+"""A thread that reads a long body gives the interpreter up this often, and the event loop waits no longer for it."""
 GRACE_S = 3.0
 """Replies that are on their way when the server ends have this long; then it hangs up."""
 
@@ -270,7 +271,7 @@ async def serve(options: ServeOptions, on_listening: Callable[[dict[str, Any]], 
         on_listening: called with url, run_dir, token_file and pid once requests are answered.
 
     Raises:
-        RunDirError, JournalError: see `listening`.
+        InvalidError, RunDirError, JournalError: see `listening`.
     """
     ending = _watch_for_end(options.exits_with_stdin)
     async with listening(options) as front:
@@ -332,10 +333,9 @@ def run(options: ServeOptions, on_listening: Callable[[dict[str, Any]], None]) -
     """`serve` on the fastest event loop there is.
 
     Raises:
-        RunDirError, JournalError: as `serve`.
+        InvalidError, RunDirError, JournalError: as `serve`.
     """
     raise_file_limit()
-    # A thread that reads a long body gives the interpreter up this often, and the event loop waits no longer for it.
     sys.setswitchinterval(SWITCH_S)
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if sys.platform != "win32":
