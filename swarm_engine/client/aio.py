@@ -46,7 +46,7 @@ class Episode:
         self.result: wire.EpisodeResult | None = None
         """How it ended; None before."""
         self.is_given_up = False
-        """Whether `abort` was called."""
+        """Whether it was aborted, or found to be lost."""
 
     @property
     def episode_id(self) -> str:
@@ -428,6 +428,7 @@ class AsyncSwarmClient:
         stands.
 
         Args:
+            on_episode: gets each result as soon as its place is done.
             is_partial: in training, the episodes fill up groups that others have begun or will fill, so `group_size`
                 need not be the server's, and those fill the places of dropped ones.
             resume: in training, leave out what the server has completed of this pass over the tasks, which is what it

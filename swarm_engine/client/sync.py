@@ -50,7 +50,7 @@ class SyncEpisode:
         self.result: wire.EpisodeResult | None = None
         """How it ended; None before."""
         self.is_given_up = False
-        """Whether `abort` was called."""
+        """Whether it was aborted, or found to be lost."""
 
     def chat(
         self,

@@ -23,7 +23,7 @@ from swarm_engine import locks
 from swarm_engine.child import outlive_parent
 from swarm_engine.client.wire import SERVER_FILE, read_server
 from swarm_engine.config import EngineConfig
-from swarm_engine.errors import InvalidError, RunDirError, shown
+from swarm_engine.errors import InvalidError, JournalError, RunDirError, shown
 from swarm_engine.server.app import FrontApp
 from swarm_engine.server.auth import HostCheck, Tokens
 from swarm_engine.server.connection import Connection
@@ -159,7 +159,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _load(config: uvicorn.Config, options: ServeOptions) -> None:
+def _load_certificate(config: uvicorn.Config, options: ServeOptions) -> None:
     """Read the certificate now, while there is somebody to tell.
 
     Raises:
@@ -213,9 +213,13 @@ async def listening(options: ServeOptions) -> AsyncIterator[Front]:
             ssl_certfile=options.tls_cert,
             ssl_keyfile=options.tls_key,
         )
-        _load(config, options)
+        _load_certificate(config, options)
         listener = bind(options.host, options.port)
-        await engine.open()
+        try:
+            await engine.open()
+        except JournalError:
+            listener.close()
+            raise
         host, port = listener.getsockname()[:2]
         scheme = "http" if options.tls_cert is None else "https"
         url = f"{scheme}://{_reachable(options.host, host)}:{port}"

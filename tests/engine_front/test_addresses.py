@@ -19,8 +19,8 @@ import pytest
 from conftest import SMALL, Served, serve_thread
 
 from swarm_engine.client import SwarmClient
-from swarm_engine.errors import InvalidError
-from swarm_engine.server.serve import ServeOptions, listening, read_public_url
+from swarm_engine.errors import InvalidError, JournalDamagedError
+from swarm_engine.server.serve import ServeOptions, bind, listening, read_public_url
 from swarm_engine.types import Mode
 
 HI = [{"role": "user", "content": "hi"}]
@@ -252,3 +252,20 @@ def test_a_certificate_that_can_not_be_used_is_refused_at_the_start(
     for cert, key in ((certificate[1], certificate[1]), (tmp_path / "none.pem", None)):
         with pytest.raises(InvalidError, match=r"the certificate .* can't be used"):
             asyncio.run(serve(ServeOptions(tmp_path / "run", tls_cert=cert, tls_key=key)))
+
+
+def test_a_port_is_free_again_where_the_journal_can_not_be_opened(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as probe:
+        port = probe.getsockname()[1]
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "journal.db").write_bytes(b"no database" * 100)
+
+    async def serve() -> None:
+        async with listening(ServeOptions(run_dir, port=port)):
+            pytest.fail("it serves")
+
+    with pytest.raises(JournalDamagedError) as caught:
+        asyncio.run(serve())
+    assert caught.traceback, "which still holds whatever was not closed"
+    bind("127.0.0.1", port).close()
