@@ -22,7 +22,7 @@ from swarm_engine.client.errors import (
     SwarmRequestError,
     SwarmUnavailableError,
 )
-from swarm_engine.client.http import RECONNECT_S, TIMEOUT, Lanes, Reconnection, no_answer, request_of
+from swarm_engine.client.http import RECONNECT_S, TIMEOUT, Reconnection, TransportPool, no_answer, request_of
 from swarm_engine.types import ClaimReason, EngineState, Mode, Outcome, well_formed
 
 STATUS_POLL_S = 0.05
@@ -174,7 +174,7 @@ class AsyncSwarmClient:
         self.url = wire.read_address(url)
         self.client_id = client_id or f"client-{uuid.uuid4().hex[:8]}"
         self._auth = wire.bearer(token)
-        self._lanes = Lanes(httpx.AsyncHTTPTransport)
+        self._transports = TransportPool(httpx.AsyncHTTPTransport)
         self._reconnection = Reconnection(reconnect_s)
         self._finished: Counter[str] = Counter()
         """Train episodes by task of the runs that have ended well."""
@@ -192,8 +192,8 @@ class AsyncSwarmClient:
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait({self._beating})
-        for lane in self._lanes.lanes:
-            await lane.aclose()
+        for transport in self._transports.made:
+            await transport.aclose()
 
     async def _request(
         self, method: str, url: str, body: Any, headers: Mapping[str, str], *, is_repeatable: bool
@@ -212,8 +212,8 @@ class AsyncSwarmClient:
     async def _send(self, method: str, url: str, body: Any, headers: Mapping[str, str]) -> Any:
         request = request_of(method, url, body, headers)
         try:
-            with self._lanes.lane() as lane:
-                answer = await lane.handle_async_request(request)
+            with self._transports.borrow() as transport:
+                answer = await transport.handle_async_request(request)
                 content = await answer.aread()
         except httpx.TransportError as error:
             raise no_answer(self.url, error) from error
@@ -294,7 +294,7 @@ class AsyncSwarmClient:
         reader = wire.EventReader()
         try:
             async with (
-                httpx.AsyncClient(transport=self._lanes.make(), timeout=TIMEOUT) as http,
+                httpx.AsyncClient(transport=self._transports.make(), timeout=TIMEOUT) as http,
                 http.stream("GET", url, headers=self._auth) as answer,
             ):
                 if answer.status_code >= 400:

@@ -32,7 +32,7 @@ OFFLINE_CODE = "engine_offline"
 Transport = TypeVar("Transport")
 
 
-class Lanes(Generic[Transport]):
+class TransportPool(Generic[Transport]):
     """As many connections as requests run side by side, each in a transport of its own.
 
     In one pool every request looks at every connection: with 64 of them it costs twice to three times the CPU time.
@@ -46,7 +46,7 @@ class Lanes(Generic[Transport]):
         """
         self._transport = transport
         self._tls: ssl.SSLContext | None = None
-        self.lanes: list[Transport] = []
+        self.made: list[Transport] = []
         """All there are."""
         self._idle: list[Transport] = []
 
@@ -58,17 +58,17 @@ class Lanes(Generic[Transport]):
         return self._transport(verify=self._tls, limits=limits, socket_options=socket_options())
 
     @contextlib.contextmanager
-    def lane(self) -> Iterator[Transport]:
+    def borrow(self) -> Iterator[Transport]:
         """A transport that nobody else uses inside the block."""
         try:
-            lane = self._idle.pop()
+            transport = self._idle.pop()
         except IndexError:
-            lane = self.make()
-            self.lanes.append(lane)
+            transport = self.make()
+            self.made.append(transport)
         try:
-            yield lane
+            yield transport
         finally:
-            self._idle.append(lane)
+            self._idle.append(transport)
 
 
 def socket_options() -> list[tuple[int, int, int]]:

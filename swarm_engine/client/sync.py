@@ -25,7 +25,7 @@ from swarm_engine.client.errors import (
     SwarmRequestError,
     SwarmUnavailableError,
 )
-from swarm_engine.client.http import RECONNECT_S, TIMEOUT, Lanes, Reconnection, no_answer, request_of
+from swarm_engine.client.http import RECONNECT_S, TIMEOUT, Reconnection, TransportPool, no_answer, request_of
 from swarm_engine.types import EngineState, Mode, Outcome, well_formed
 
 SyncRollout = Callable[["SyncEpisode", wire.Task], None]
@@ -118,7 +118,7 @@ class SwarmClient:
         self.url = wire.read_address(url)
         self.client_id = client_id or f"client-{uuid.uuid4().hex[:8]}"
         self._auth = wire.bearer(token)
-        self._lanes = Lanes(httpx.HTTPTransport)
+        self._transports = TransportPool(httpx.HTTPTransport)
         self._reconnection = Reconnection(reconnect_s)
         self._finished: Counter[str] = Counter()
         """Train episodes by task of the runs that have ended well."""
@@ -140,8 +140,8 @@ class SwarmClient:
         self._wake.set()
         if self._beating is not None:
             self._beating.join()
-        for lane in self._lanes.lanes:
-            lane.close()
+        for transport in self._transports.made:
+            transport.close()
 
     def _request(self, method: str, url: str, body: Any, headers: Mapping[str, str], *, is_repeatable: bool) -> Any:
         """The answer to a request, which is sent again where the server is gone and comes back in time."""
@@ -158,8 +158,8 @@ class SwarmClient:
     def _send(self, method: str, url: str, body: Any, headers: Mapping[str, str]) -> Any:
         request = request_of(method, url, body, headers)
         try:
-            with self._lanes.lane() as lane:
-                answer = lane.handle_request(request)
+            with self._transports.borrow() as transport:
+                answer = transport.handle_request(request)
                 content = answer.read()
         except httpx.TransportError as error:
             raise no_answer(self.url, error) from error
@@ -231,7 +231,7 @@ class SwarmClient:
         reader = wire.EventReader()
         try:
             with (
-                httpx.Client(transport=self._lanes.make(), timeout=TIMEOUT) as http,
+                httpx.Client(transport=self._transports.make(), timeout=TIMEOUT) as http,
                 http.stream("GET", url, headers=self._auth) as answer,
             ):
                 if answer.status_code >= 400:

@@ -32,7 +32,7 @@ from swarm_engine.client import (
     SyncEpisode,
     Task,
 )
-from swarm_engine.client.http import Lanes, Reconnection, request_of
+from swarm_engine.client.http import Reconnection, TransportPool, request_of
 from swarm_engine.client.wire import EventReader
 from swarm_engine.types import EngineState, Mode
 
@@ -452,13 +452,13 @@ def test_every_connection_is_probed_for_a_server_that_has_vanished(engine: Serve
     request = request_of("GET", f"{engine.url}/swarm/v1/status", None, {})
 
     async def of_async() -> list[int]:
-        async with Lanes(httpx.AsyncHTTPTransport).make() as lane:
-            answer = await lane.handle_async_request(request)
+        async with TransportPool(httpx.AsyncHTTPTransport).make() as transport:
+            answer = await transport.handle_async_request(request)
             await answer.aread()
             return options_of(answer)
 
-    with Lanes(httpx.HTTPTransport).make() as lane:
-        answer = lane.handle_request(request)
+    with TransportPool(httpx.HTTPTransport).make() as transport:
+        answer = transport.handle_request(request)
         answer.read()
         found = options_of(answer)
     assert found == asyncio.run(of_async()) == uvloop.run(of_async()) == [1, 30, 10, 3, 60_000]
