@@ -214,7 +214,9 @@ class Guidance:
         return self._process
 
     def ask(self, *question: str | int | list[int]) -> bytes:
-        """Put a question and wait for its answer, as for those of all who asked before: at most `MAX_CPU_S` each.
+        """Put a question and wait for its answer, as for those of all who asked before.
+
+        Each takes `MAX_CPU_S` of computing at most, and a new process where it ended the last.
 
         Raises:
             RefusedError: it has none.

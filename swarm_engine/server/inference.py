@@ -49,6 +49,7 @@ PREFIX = "/e/"
 MAX_INLINE_BYTES = 32 * 1024
 """A longer body is read on another thread; with a slow tokenizer one of this length takes 50 ms."""
 MAX_READERS = 4
+"""Threads for long bodies, and as many for short ones that ask for much."""
 ENDINGS = (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit)
 """That are no fault of a request."""
 MAX_AGENT_CHARS = 200
@@ -113,8 +114,10 @@ class InferenceApp:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        # Not the threads that the journal works on: whoever sends bodies that take long keeps these busy.
-        self._readers = ThreadPoolExecutor(MAX_READERS, "body")
+        # Not the threads that the journal works on: whoever sends bodies that take long keeps these busy. And not the
+        # same for both: schemas wait for llguidance, one after another, and long bodies should not wait with them.
+        self._readers = ThreadPoolExecutor(MAX_READERS, "long body")
+        self._slow_readers = ThreadPoolExecutor(MAX_READERS, "slow body")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -189,10 +192,12 @@ class InferenceApp:
             EpisodeLostError: its episode was gone when it was read.
             SwarmEngineError: what `read` raises.
         """
+        readers = self._readers
         if len(body) <= MAX_INLINE_BYTES:
             with contextlib.suppress(TakesLongError):
                 return read()
-        found = await asyncio.get_running_loop().run_in_executor(self._readers, read)
+            readers = self._slow_readers
+        found = await asyncio.get_running_loop().run_in_executor(readers, read)
         self._authorize(target, scope["headers"])
         return found
 

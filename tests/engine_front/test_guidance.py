@@ -11,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,12 @@ from swarm_engine import guidance, guidance_process
 from swarm_engine.client import SyncEpisode
 from swarm_engine.errors import BadRequestError
 from swarm_engine.guidance import Guidance, GuidanceProcess, LostError, Question, RefusedError
+from swarm_engine.server import grammars
 from swarm_engine.server.grammars import BLANKS, check_parameters, json_schema_grammar
+from swarm_engine.server.inference import MAX_INLINE_BYTES, MAX_READERS
 from swarm_engine.types import EngineState, Mode
 from swarm_engine.version import installed_version
+from swarm_engine.waiting import TakesLongError, is_event_loop
 
 FUZZ = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "fuzz_front.py"))
 LEAST = -(2**63)
@@ -271,6 +275,34 @@ def test_others_are_answered_while_a_schema_is_tried(tools: Served) -> None:
             assert trying.result().status_code == 400
         assert len(waits) > 3
         assert max(waits) < 1.5
+        episode.end(reward=None)
+
+
+def test_a_long_body_does_not_wait_for_schemas_that_are_tried(tools: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    trying, may_go_on = threading.Semaphore(0), threading.Event()
+
+    def verdict(_: str) -> tuple[bool, list[str]]:
+        if is_event_loop():
+            raise TakesLongError
+        trying.release()
+        may_go_on.wait()
+        return False, []
+
+    monkeypatch.setattr(grammars, "_verdict", verdict)
+    route, body = bodies({"type": "object"})["response_format.json_schema.schema"]
+    long_body = json.dumps({"messages": HI, "max_tokens": 1}) + " " * MAX_INLINE_BYTES
+    with tools.client() as client, client.episode("t", mode=Mode.DEBUG) as episode:
+        with ThreadPoolExecutor(MAX_READERS) as threads:
+            posted = [threads.submit(post, episode, route, body) for _ in range(MAX_READERS)]
+            for _ in posted:
+                trying.acquire()
+            headers = {"authorization": f"Bearer {episode.api_key}"}
+            try:
+                answer = httpx.post(f"{episode.base_url}/{route}", content=long_body, headers=headers, timeout=10)
+            finally:
+                may_go_on.set()
+        assert answer.status_code == 200, answer.text
+        assert {one.result().status_code for one in posted} == {200}
         episode.end(reward=None)
 
 
