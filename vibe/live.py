@@ -1,16 +1,26 @@
 """A swarm while it trains: episodes go in, updates come out, and a failure is survived once.
 
 Everything the engine does arrives as numbered events; `Progress` is what they add up to and decides nothing by time.
+A server that goes away and comes back is followed on and its engine started again, within the time that the client
+waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from swarm_engine.client import AsyncSwarmClient, EpisodeResult, SwarmError, SwarmUnavailableError, Task
+from swarm_engine.client import (
+    AsyncSwarmClient,
+    EpisodeResult,
+    SwarmError,
+    SwarmRequestError,
+    SwarmUnavailableError,
+    Task,
+)
 from swarm_engine.config import RESOLVED, EngineConfig
 from swarm_engine.types import EngineState, Mode
 from vibe.embedded import Swarm
@@ -23,6 +33,8 @@ MAX_ROUNDS = 5
 """An environment that fails now and then is played again; one that always does ends the run."""
 RESTARTS = 1
 """An engine that fails again after a new start has a reason that another start does not cure."""
+FOLLOW_PAUSE_S = 0.25
+"""Before the events of a server that closed their stream are asked for again."""
 
 
 class Progress:
@@ -69,18 +81,21 @@ class Progress:
             case _:
                 pass
 
-    async def follow(self, client: AsyncSwarmClient) -> None:
-        """Take in every event until cancelled or the swarm is gone."""
-        try:
-            async for event in client.events(after=self.seq):
-                self.apply(event.seq, event.kind, event.payload)
-                await self._notify()
-            self.fault = SwarmUnavailableError("the swarm closed its event stream")
-        except SwarmError as error:
-            self.fault = error
-        finally:
-            self.fault = self.fault or SwarmUnavailableError("nobody follows the swarm's events any more")
+    async def take_in(self, client: AsyncSwarmClient) -> None:
+        """Take in the events that are not yet, until the server closes their stream.
+
+        Raises:
+            SwarmUnavailableError: the stream broke off.
+            SwarmError: the server does not give them.
+        """
+        async for event in client.events(after=self.seq):
+            self.apply(event.seq, event.kind, event.payload)
             await self._notify()
+
+    async def end(self, fault: SwarmError) -> None:
+        """Let everyone who waits know that there will be no more events."""
+        self.fault = fault
+        await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:
@@ -158,6 +173,33 @@ class LiveSwarm:
                 f"the swarm at {self.swarm.url} has made {self.step} updates already, for another run; "
                 "start a new one in a folder of its own"
             )
+
+    async def follow(self) -> None:
+        """Take in every event until cancelled.
+
+        A server that goes away is waited for as long as the client does. Back with its engine off, which a server is
+        that was started anew, it gets it started again; what ran there is lost, and `client.run` plays it again.
+        """
+        fault: SwarmError = SwarmUnavailableError("nobody follows the swarm's events any more")
+        try:
+            while True:
+                with contextlib.suppress(SwarmUnavailableError):  # gone for good is what `status` says
+                    await self.progress.take_in(self.client)
+                await asyncio.sleep(FOLLOW_PAUSE_S)
+                if (await self.client.status()).state is EngineState.OFFLINE:
+                    await self._start_unless_started()
+        except SwarmError as error:
+            fault = error
+        finally:
+            await self.progress.end(fault)
+
+    async def _start_unless_started(self) -> None:
+        """Start an engine that `serve --start` may be about to start too."""
+        try:
+            await self.client.start(self.config.model_dump(mode="json"))
+        except SwarmRequestError as error:
+            if error.code != "running":
+                raise
 
     async def play(
         self,

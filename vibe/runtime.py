@@ -25,6 +25,7 @@ from experiments_db.errors import ExperimentsDbError
 from experiments_db.home import home_folder
 from experiments_db.intervals import likelihood_interval
 from swarm_engine.client import AsyncSwarmClient, Episode, EpisodeResult, SwarmError, Task, read_token
+from swarm_engine.client.http import RECONNECT_S
 from swarm_engine.config import EngineConfig, PolicyConfig
 from swarm_engine.health import WarningKind
 from swarm_engine.signals import ending_signals, leave_dead_terminal
@@ -177,9 +178,11 @@ class Run:
         """
         async with contextlib.AsyncExitStack() as stack:
             swarm = await stack.enter_async_context(self._connect())
-            client = await stack.enter_async_context(AsyncSwarmClient(swarm.url, swarm.token, reconnect_s=0))
+            # One of its own is a child of this process: gone, nobody brings it back.
+            reconnect_s = RECONNECT_S if swarm.pid is None else 0
+            client = await stack.enter_async_context(AsyncSwarmClient(swarm.url, swarm.token, reconnect_s=reconnect_s))
             live = LiveSwarm(swarm, client, await self._config_with_weights(swarm))
-            await stack.enter_async_context(background(live.progress.follow(client)))
+            await stack.enter_async_context(background(live.follow()))
             await stack.enter_async_context(collected(swarm, client, self.settings))
             self.record.emit("phase", text=f"starting the engine at {swarm.url}", url=swarm.url)
             await live.open(goes_on=self.record.find("evaluation") is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -195,13 +196,25 @@ def kill_worker(process: subprocess.Popen[str]) -> None:
     worker.kill()
 
 
-def test_a_run_trains_on_a_swarm_that_is_there(project: Path, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def serving(run_dir: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A swarm server, which ends with its standard input, and where it says that it listens."""
     with subprocess.Popen(
-        [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(tmp_path / "swarm"), "--exit-with-stdin"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "swarm_engine.cli", "serve", "--run-dir", str(run_dir), "--exit-with-stdin", *words],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     ) as server:  # fmt: skip
         assert server.stdout
-        listening = json.loads(server.stdout.readline())
+        yield server, json.loads(server.stdout.readline())
+
+
+def end(server: subprocess.Popen[str]) -> None:
+    assert server.stdin
+    server.stdin.close()
+    assert server.wait(timeout=30) == 0
+
+
+def test_a_run_trains_on_a_swarm_that_is_there(project: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "swarm") as (server, listening):
         swarm = ["--swarm", listening["url"], "--token-file", listening["token_file"]]
         code, events, said = finish(train(project, tmp_path / "run", "--updates", "1", *swarm))
         assert code == 0, said
@@ -209,9 +222,26 @@ def test_a_run_trains_on_a_swarm_that_is_there(project: Path, tmp_path: Path) ->
         code, _, said = finish(train(project, tmp_path / "other", "--updates", "1", *swarm))
         assert code == 2
         assert "1 updates already" in said or "other settings" in said
-        assert server.stdin
-        server.stdin.close()
-        assert server.wait(timeout=30) == 0
+        end(server)
+
+
+def test_a_run_outlives_the_server_that_it_trains_on(project: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "swarm") as (server, listening):
+        swarm = ["--swarm", listening["url"], "--token-file", listening["token_file"]]
+        process = train(project, tmp_path / "run", "--updates", "4", *swarm)
+        until(process, lambda event: event["event"] == "step" and event["step"] == 1)
+        server.kill()
+    port = ["--port", listening["url"].rpartition(":")[2]]
+    with serving(tmp_path / "swarm", *port) as (server, again):
+        assert again["url"] == listening["url"]
+        until(process, lambda event: event["event"] == "step" and event["step"] == 3)
+        end(server)  # in order, its engine stopped
+    with serving(tmp_path / "swarm", *port) as (server, _):
+        code, _, said = finish(process)
+        assert code == 0, said
+        end(server)
+    steps = [event["step"] for event in read(tmp_path / "run" / RECORD_FILE) if event["event"] == "step"]
+    assert steps == [1, 2, 3, 4]
 
 
 def test_a_swarm_that_is_not_there_is_an_error_in_words(project: Path, tmp_path: Path) -> None:
