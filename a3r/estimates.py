@@ -114,6 +114,8 @@ def noise_floor(plan: Plan, records: Sequence[RunRecord]) -> list[Draft]:
             inputs_sha=sha,
         )
     )
+    if known.sd == 0:  # runs that agree say nothing of how far others differ, so what can be told is not known
+        return found
     for name, seeds in (("seeds", len(plan.seeds)), ("all_seeds", len(plan.seeds) + len(plan.extra_seeds))):
         if name == "seeds" or plan.extra_seeds:
             found.append(

@@ -441,6 +441,8 @@ def in_words(kind: str, fields: Mapping[str, Any]) -> Text | None:
             return Text(f"  {fields['severity']} finding: {where}{plain(fields['text'])}", style="yellow")
         case "noise_floor":
             unit, (low, high) = fields["unit"], fields["ci"]
+            if fields["smallest_difference"] is None:
+                return Text("  The runs agree exactly, so how far equal runs differ is not known yet.")
             return Text(
                 f"  Equal runs deviate by {amount(fields['sd'], unit)} [{amount(low, unit)}, {amount(high, unit)}]. "
                 f"{fields['seeds']} seeds tell a difference of {amount(fields['smallest_difference'], unit)} with "

@@ -72,14 +72,14 @@ def analyst(deps: Deps) -> CompiledStateGraph[StudyState, None, StudyState, Stud
         drafts = estimates.noise_floor(plan, records) if stage == 0 else estimates.comparison(plan, records, stage)
         store.store_estimates(deps.database, state["study_id"], stage, drafts)
         numbers = {draft.key: draft for draft in drafts}
-        if told := numbers.get("noise/smallest_difference/seeds"):
-            sd = numbers["noise/sd"]
+        if sd := numbers.get("noise/sd"):
+            told = numbers.get("noise/smallest_difference/seeds")
             deps.tell(
                 "noise_floor",
                 sd=sd.value,
                 ci=sd.ci,
-                smallest_difference=told.value,
-                seeds=told.n_seeds,
+                smallest_difference=told.value if told else None,
+                seeds=len(plan.seeds),
                 power=plan.power,
                 unit=plan.metric.unit,
             )

@@ -234,6 +234,17 @@ def _noise(bundle: Bundle) -> Section:
             "Noise floor",
             (Paragraph("Too few runs of the reference finished to tell how far equal runs differ."),),
         )
+    if "noise/smallest_difference/seeds" not in bundle.numbers:
+        return Section(
+            "noise",
+            "Noise floor",
+            (
+                Paragraph(
+                    "The {{e:noise/sd.n_seeds}} runs at {{f:factor}} {{f:reference}} agree exactly, so how far equal "
+                    "runs differ, and what difference can be told, is not known."
+                ),
+            ),
+        )
     text = (
         "Runs at {{f:factor}} {{f:reference}} that differ by their seed alone deviate by {{e:noise/sd.value}} in "
         + METRIC_TITLES[bundle.plan.metric.kind]

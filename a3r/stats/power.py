@@ -75,11 +75,15 @@ def smallest_difference(sd: float, seeds: int, *, alpha: float = 0.05, power: fl
     """Smallest true difference that a paired t over `seeds` finds with probability `power`.
 
     Arguments as in `power_of`.
+
+    Raises:
+        ValueError: `sd` is 0, as that of few runs that happen to agree is: nobody could tell any difference by it; or
+            `power` is not between alpha and 1.
     """
     if not alpha < power < 1:
         raise ValueError(f"a power of {power} must lie between alpha ({alpha}) and 1")
     if sd == 0:
-        return 0.0
+        raise ValueError("a deviation of 0 between seeds says nothing of what can be told; take more seeds")
     from scipy.optimize import brentq
 
     unit = sd * math.sqrt(2 / seeds)

@@ -221,7 +221,8 @@ def test_the_smallest_difference_that_three_seeds_can_tell_is_many_deviations():
     assert smallest_difference(1.0, 3) == pytest.approx(3.26 * math.sqrt(2), rel=0.01)
     # 1.68 for 5 pairs.
     assert smallest_difference(1.0, 5) == pytest.approx(1.68 * math.sqrt(2), rel=0.01)
-    assert smallest_difference(0.0, 3) == 0.0
+    with pytest.raises(ValueError, match="a deviation of 0 between seeds says nothing"):
+        smallest_difference(0.0, 3)
 
 
 @given(st.floats(0.001, 2), st.integers(2, 30))

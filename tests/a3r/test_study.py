@@ -41,6 +41,7 @@ from a3r.graph.state import Approval
 from a3r.integrity import check_seeds
 from a3r.paths import Home
 from a3r.prereg.tree import Leaf
+from a3r.progress import in_words
 from a3r.report import bundle as bundles
 from a3r.report import publish, write
 from a3r.research import verify_study
@@ -146,6 +147,20 @@ def test_no_effect_adds_seeds_once_and_then_says_what_it_can_not_tell(lab_in):
     told = loaded.numbers["noise/smallest_difference/all_seeds"].value
     assert f"a difference under {told:.3f} can't be told with 5 seeds" in report
     assert all(checks(lab, study).values())
+
+
+def test_runs_that_agree_exactly_do_not_say_what_can_be_told(lab_in):
+    lab = lab_in({"*": {"sd": 0.0, "means_agree": True}})
+    study = lab.begin(EXAMPLE)
+    lab.go(study)
+    numbers = bundles.load(lab.deps.database, study).numbers
+    assert numbers["noise/sd"].value == 0
+    assert not [key for key in numbers if key.startswith("noise/smallest_difference/")]
+    report = (lab.deps.home.study(study).report / "report.md").read_text()
+    assert "agree exactly, so how far equal runs differ, and what difference can be told, is not known" in report
+    assert all(checks(lab, study).values())
+    told = in_words("noise_floor", {"unit": "reward", "ci": [0.0, None], "smallest_difference": None})
+    assert "agree exactly" in str(told)
 
 
 def test_a_budget_that_is_used_up_adds_no_seeds(plan_of):
