@@ -8,7 +8,7 @@ run and the lowest reward that the game pays: from some update to the end, 8 at 
 run's lowest, give or take a tenth of the first update's height above it; and of the first update's height above what
 the game pays at least, more than half is lost.
 
-Two limits. All of these runs train the embedded model's own weights, so nothing is shown of LoRA or of published models.
+Two limits. These runs all train the embedded model's own weights, so nothing is shown of LoRA or of published models.
 And the definition above was widened after these runs had been seen: the rules were not made with them, what counts as a
 collapse was, so the counts are no test on runs unseen.
 """

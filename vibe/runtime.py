@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from experiments_db.errors import ExperimentsDbError
 from experiments_db.home import home_folder
@@ -560,15 +561,26 @@ def begin(settings: Settings, record: Record) -> None:
     if before is None:
         record.emit("begin", **now, code=code)
         return
-    changed = sorted(differences({name: before[name] for name in now}, now))
+    then = {"spec": without_credentials(before["spec"]), "shuffle_rewards": before["shuffle_rewards"]}
+    changed = sorted(differences(then, now))
     if changed:
         raise UsageError(
             f"{settings.run_dir} holds a run that was begun with another {changed[0]}; start it as it was to go on, or "
             "name another folder: --run-dir"
         )
-    if (then := record.last("code")) is not None:  # the record of an older version gets it from here on
-        refuse_if_edited(then, code, f"the run in {settings.run_dir}")
+    if (known := record.last("code")) is not None:  # the record of an older version gets it from here on
+        refuse_if_edited(known, code, f"the run in {settings.run_dir}")
     record.emit("phase", text=f"going on in {settings.run_dir}", code=code)
+
+
+def without_credentials(spec: dict[str, Any]) -> dict[str, Any]:
+    """A spec on record, its teacher's URL without user name and password, which earlier versions took."""
+    config = spec["config"]
+    if not (teacher := config.get("teacher")):
+        return spec
+    parts = urlsplit(teacher["base_url"])
+    base_url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return spec | {"config": config | {"teacher": teacher | {"base_url": base_url}}}
 
 
 def differences(one: Any, other: Any, path: str = "") -> Iterator[str]:

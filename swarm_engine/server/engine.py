@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -43,6 +44,7 @@ from swarm_engine.seeding import derive_seed
 from swarm_engine.server.auth import KeyRing
 from swarm_engine.server.checkpoints import best_checkpoint, export_checkpoint, rate_checkpoints
 from swarm_engine.server.journal import BatchWrite, EventWrite, Journal, MetaWrite, Write, dumps
+from swarm_engine.server.journal_file import TEACHER_KEY
 from swarm_engine.server.loaded import Loaded, ServedPolicy
 from swarm_engine.server.models import ExportRequest
 from swarm_engine.server.pool import Pool, PoolCounts
@@ -219,6 +221,14 @@ class Engine:
             )
         return config
 
+    def _authorization_at(self, base_url: str) -> str:
+        """What opens a teacher whose URL held a password when the run began; empty where none did at this URL."""
+        if (text := self.journal.meta(TEACHER_KEY)) is None:
+            return ""
+        with self.journal.reading("meta", TEACHER_KEY):
+            known: dict[str, str] = json.loads(text)
+            return known["authorization"] if known["base_url"] == base_url else ""
+
     async def stop(self, cause: str) -> None:
         """Save, end the worker, go OFFLINE. Episodes that run are lost; completed ones stay.
 
@@ -354,7 +364,7 @@ class Engine:
         )
         teacher = None
         if config.teacher is not None:
-            teacher = Teacher(config.teacher)
+            teacher = Teacher(config.teacher, authorization=self._authorization_at(config.teacher.base_url))
             for policy in policies.values():
                 if policy.ready.trainable:
                     await teacher.probe(policy.codec)

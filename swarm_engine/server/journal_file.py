@@ -5,11 +5,14 @@ Every fault names the file, the place in it and the way out; see `journal` for w
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import re
 import sqlite3
 from pathlib import Path
+from urllib.parse import unquote
 
 from swarm_engine.errors import JournalDamagedError, JournalError, JournalLockedError
 
@@ -53,6 +56,9 @@ NAMES = {kind: frozenset(re.findall(rf"CREATE {kind} IF NOT EXISTS (\w+)", SCHEM
 WAL_MAGIC = (b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83")
 """A write-ahead log of SQLite begins with one of these."""
 WAL_HEADER_BYTES = 32
+TEACHER_KEY = "teacher_authorization"
+"""Key of the row of `meta` with the base_url and the authorization of a teacher whose URL held a password."""
+_CREDENTIALS = re.compile(r'"base_url":"(?P<scheme>https?://)(?P<user>(?:[^"/?#\\]|\\.)*)@(?P<rest>(?:[^"\\]|\\.)*)"')
 RESTORE = "put back a copy of it, or take another run folder (--run-dir); the checkpoints beside it are not touched"
 
 
@@ -96,6 +102,7 @@ def _set_up(database: sqlite3.Connection, path: Path) -> None:
         )
     database.execute("PRAGMA synchronous=FULL")
     _bring_up_to_date(database, path)
+    _take_out_credentials(database)
 
 
 def _bring_up_to_date(database: sqlite3.Connection, path: Path) -> None:
@@ -118,6 +125,33 @@ def _bring_up_to_date(database: sqlite3.Connection, path: Path) -> None:
         # One transaction, so that a kill leaves all of it or nothing. Two servers never do this at once: a run folder
         # is locked.
         database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version={SCHEMA_VERSION}; COMMIT;")
+
+
+def _take_out_credentials(database: sqlite3.Connection) -> None:
+    """Take user name and password out of the teacher's URL, which earlier versions took and showed.
+
+    They go on being sent, from a row that is never shown, where the teacher is still the one at that URL.
+    """
+    rows = database.execute(
+        "SELECT value FROM meta WHERE key = 'config' AND typeof(value) = 'text' AND value LIKE '%@%' UNION ALL"
+        " SELECT payload FROM events WHERE kind = 'config' AND typeof(payload) = 'text' AND payload LIKE '%@%'"
+    )
+    texts = [text for (text,) in rows]
+    found = [match for match in map(_CREDENTIALS.search, texts) if match]
+    if not found:
+        return
+    newest = found[0]  # of the config that the run goes on with, where that one has any
+    base_url, credentials = (json.loads(f'"{text}"') for text in (newest["scheme"] + newest["rest"], newest["user"]))
+    known = {"base_url": base_url, "authorization": f"Basic {base64.b64encode(unquote(credentials).encode()).decode()}"}
+    with database:
+        database.execute("BEGIN IMMEDIATE")
+        database.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (TEACHER_KEY, json.dumps(known)))
+        for credentials in {match["user"] for match in found}:
+            change = (f"//{credentials}@", "//")
+            database.execute("UPDATE meta SET value = replace(value, ?, ?) WHERE key = 'config'", change)
+            # Errors about the teacher name it too.
+            kinds = "kind IN ('config', 'state')"
+            database.execute(f"UPDATE events SET payload = replace(payload, ?, ?) WHERE {kinds}", change)
 
 
 def check_before_opening(path: Path) -> None:

@@ -54,10 +54,15 @@ class Patience:
 class Teacher:
     """One teacher. Connections are opened for a batch and closed after it."""
 
-    def __init__(self, config: TeacherConfig, patience: Patience | None = None) -> None:
+    def __init__(self, config: TeacherConfig, patience: Patience | None = None, authorization: str = "") -> None:
+        """Open nothing yet.
+
+        Args:
+            authorization: is sent where the environment has no key.
+        """
         self._config = config
         self._patience = patience or Patience()
-        self._key = os.environ.get(KEY_VARIABLE, "").strip()
+        self._key = os.environ.get(KEY_VARIABLE, "").strip() or authorization
         # As it is: a little of what is compressed may be a lot.
         self._headers = {"accept-encoding": "identity"}
         if self._key:

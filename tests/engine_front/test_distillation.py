@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import shutil
+import sqlite3
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -175,6 +177,29 @@ def test_a_policy_comes_closer_to_its_teacher_where_rewards_say_nothing_and_a_re
         client.checkpoint()
         assert weights_of(run_dir) == trained
         assert len(teacher.seen) == 1 + 8 * 4 + 1, "only the probe"
+
+
+def test_a_run_whose_teacher_had_a_password_in_its_url_goes_on_without_showing_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with teaching() as teacher:
+        with serving(run_dir) as (_, client):
+            client.start(config_with(teacher), wait=True)
+            play(client)
+            settled(client, 1)
+        host = teacher.url.removeprefix("http://")
+        with contextlib.closing(sqlite3.connect(run_dir / "journal.db")) as journal, journal:  # as it was written once
+            for table, column in (("meta", "value"), ("events", "payload")):
+                change = (f"//{host}", f"//me:p%40ss@{host}")
+                journal.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", change)
+        for start in (None, config_with(teacher), None):
+            teacher.seen.clear()
+            with serving(run_dir) as (_, client):
+                assert client.start(start, wait=True).state is EngineState.ROLLING
+                shown = json.dumps([event.payload for event in client.events(follow=False)])
+            assert "p%40ss" not in shown
+            assert teacher.url in shown
+            basic = base64.b64encode(b"me:p@ss").decode()
+            assert {authorization for _, authorization in teacher.seen} == {f"Basic {basic}"}
 
 
 def test_what_a_teacher_said_is_its_log_probability_of_each_trained_token(tmp_path: Path) -> None:

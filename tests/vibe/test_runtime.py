@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from swarm_engine.client import EpisodeResult
 from swarm_engine.types import Outcome
 from vibe import render
 from vibe.dry_play import DryPlay
-from vibe.errors import EditedError, GameError, StuckError
+from vibe.errors import EditedError, GameError, StuckError, UsageError
 from vibe.project import ProjectSpec, code_of, game_of, project_for
 from vibe.record import Record
 from vibe.runtime import Run, Settings, begin
@@ -64,6 +65,23 @@ def test_a_run_of_an_older_version_goes_on_and_remembers_the_code_from_then_on(p
     (project / "rewards.py").unlink()
     with pytest.raises(EditedError, match=r"rewards\.py"):
         start(project, tmp_path)
+
+
+def test_a_run_whose_teacher_had_a_password_in_its_url_goes_on_without_it(project: Path, tmp_path: Path) -> None:
+    file = project / "spec.json"
+    spec = json.loads(file.read_text())
+    spec["config"]["trainer"]["teacher_weight"] = 1.0
+    spec["config"]["teacher"] = {"base_url": "http://localhost:8000/v1", "model": "large"}
+    file.write_text(json.dumps(spec))
+    began = ProjectSpec.load(project).model_dump(mode="json")
+    began["config"]["teacher"]["base_url"] = "http://me:secret@localhost:8000/v1"
+    Record(tmp_path, as_json=True, out=io.StringIO()).emit("begin", spec=began, shuffle_rewards=False)
+    assert start(project, tmp_path).last("text") == f"going on in {tmp_path}"
+    began["config"]["teacher"]["base_url"] = "http://me:secret@other:8000/v1"
+    (tmp_path / "other").mkdir()
+    Record(tmp_path / "other", as_json=True, out=io.StringIO()).emit("begin", spec=began, shuffle_rewards=False)
+    with pytest.raises(UsageError, match=r"another spec\.config\.teacher\.base_url"):
+        start(project, tmp_path / "other")
 
 
 class FakeSwarm:
