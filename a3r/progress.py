@@ -242,7 +242,7 @@ class PlainReporter:
             case "jobs":
                 self.jobs(**fields)
             case _:
-                if line := in_words(kind, fields):
+                if line := event_text(kind, fields):
                     self.show(line)
 
     def show(self, what: RenderableType) -> None:
@@ -420,7 +420,7 @@ def plan_view(plan: Plan, checked: Checked) -> RenderableType:
     )
 
 
-def in_words(kind: str, fields: Mapping[str, Any]) -> Text | None:
+def event_text(kind: str, fields: Mapping[str, Any]) -> Text | None:
     """An event as a line; None where there is nothing to say."""
     match kind:
         case "locked":

@@ -149,8 +149,8 @@ def an_exploding_schema(chance: random.Random) -> Any:
         case 0:  # doubles with every definition
             how = chance.choice(("allOf", "anyOf", "oneOf"))
             defs: dict[str, Any] = {"d0": {"type": "string", "pattern": a_pattern(chance, 0)}}
-            for place in range(size):
-                defs[f"d{place + 1}"] = {how: [{"$ref": f"#/$defs/d{place}"}] * 2}
+            for index in range(size):
+                defs[f"d{index + 1}"] = {how: [{"$ref": f"#/$defs/d{index}"}] * 2}
             return {"$ref": f"#/$defs/d{size}", "$defs": defs}
         case 1:
             schema: dict[str, Any] = {"type": "string"}
@@ -227,7 +227,7 @@ def a_template(chance: random.Random) -> str:
             return f"{{{{ {made} }}}}"
         case 2:
             loops = chance.randint(1, 6)
-            opening = "".join(f"{{% for i{place} in ({listed}) %}}" for place in range(loops))
+            opening = "".join(f"{{% for i{index} in ({listed}) %}}" for index in range(loops))
             return f"{opening}{{{{ i0 }}}}{'{% endfor %}' * loops}"
         case 3:
             sign = chance.choice(("~", "+", "+"))
@@ -276,9 +276,9 @@ def write_model(folder: Path, pieces: Sequence[str]) -> None:
     own = (NANO_DIR / "chat_template.jinja").read_text(encoding="utf-8")
     # Each piece has names of its own, so that no value of one comes into another.
     branches = [
-        f"{{% if case == 'case {place}' %}}{{% macro c{place}() %}}{PRELUDE}{piece}{{% endmacro %}}{{{{ c{place}() }}}}"
+        f"{{% if case == 'case {index}' %}}{{% macro c{index}() %}}{PRELUDE}{piece}{{% endmacro %}}{{{{ c{index}() }}}}"
         "{% endif %}"
-        for place, piece in enumerate(pieces)
+        for index, piece in enumerate(pieces)
     ]
     template = "{% set case = messages[-1]['content'] %}" + "".join(branches) + own
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

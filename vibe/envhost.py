@@ -198,7 +198,7 @@ def respond(host: Host, line: bytes) -> bytes:
     except RequestError as error:
         return refusal(request, error.code, str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001  a game is somebody else's code: what it raises is a reply
-        return refusal(request, "game_error", f"{op} raised {in_words(error, host.project)}")
+        return refusal(request, "game_error", f"{op} raised {error_text(error, host.project)}")
     try:
         # NaN is for the parent to name: it knows whose reward it is.
         reply = json.dumps({"id": request.get("id"), "ok": ok}).encode()
@@ -218,7 +218,7 @@ def refusal(request: Any, code: str, message: str) -> bytes:
     return json.dumps({"id": number, "error": {"code": code, "message": message}}).encode()
 
 
-def in_words(error: BaseException, project: str) -> str:
+def error_text(error: BaseException, project: str) -> str:
     """What was raised and where in the project: `KeyError: 'nothing' (env.py, line 74, in fail)`."""
     lines = "".join(traceback.format_exception_only(error)).splitlines()
     what = " ".join(line.strip() for line in lines)

@@ -336,7 +336,7 @@ class _Child:
             return
         code = await self._process.wait()
         await asyncio.wait(self._readers[:1], timeout=1.0)
-        self._fail(EnvCrashedError(f"the game's process ended with {_in_words(code)}{self._said()}"))
+        self._fail(EnvCrashedError(f"the game's process ended with {_exit_text(code)}{self._said()}"))
 
     def _settle(self, future: asyncio.Future[Any], reply: dict[str, Any]) -> None:
         if "ok" in reply:
@@ -372,10 +372,10 @@ class _Child:
             self._watchdog.cancel()
             self._watchdog = None
         waiting, self._waiting = self._waiting, deque()
-        for place, (_, future) in enumerate(waiting):
+        for index, (_, future) in enumerate(waiting):
             if not future.done():
                 other = EnvCrashedError(f"another game ended the process: {self._fault}")
-                future.set_exception(self._fault if place == 0 else other)
+                future.set_exception(self._fault if index == 0 else other)
 
     async def end(self, fault: EnvError) -> None:
         """End the process group and wait until it is gone."""
@@ -396,7 +396,7 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _in_words(code: int) -> str:
+def _exit_text(code: int) -> str:
     """An exit code for people."""
     if code == -signal.SIGXCPU:
         return "its processor time used up"

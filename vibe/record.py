@@ -42,7 +42,7 @@ class Record:
             file.flush()
             os.fsync(file.fileno())
         self._events.append(event)
-        print(line if self._as_json else in_words(event), file=self._out, flush=True)
+        print(line if self._as_json else event_text(event), file=self._out, flush=True)
         return event
 
     def find(self, kind: str, **fields: Any) -> Event | None:
@@ -94,7 +94,7 @@ def _cut_torn_line(path: Path) -> None:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def in_words(event: Event) -> str:
+def event_text(event: Event) -> str:
     """One event as a line for people."""
     match event["event"]:
         case "begin":

@@ -380,8 +380,8 @@ class Run:
             temperature: of the policy's replies; 0 is greedy.
         """
         step = self.live.step
-        place = {"label": label, "temperature": temperature}
-        if self.record.find("evaluation", **place, **({} if label == "before" else {"step": step})):
+        asked = {"label": label, "temperature": temperature}
+        if self.record.find("evaluation", **asked, **({} if label == "before" else {"step": step})):
             return
         started = time.monotonic()
         games = [Task(f"heldout-{i}", {"seed": seeds.held_out_seed(i)}) for i in range(self.spec.training.eval_games)]
@@ -402,7 +402,7 @@ class Run:
             )
         self.record.emit(
             "evaluation",
-            **place,
+            **asked,
             step=step,
             mean=interval.mean,
             ci=[interval.low, interval.high],

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vibe.plot import in_text
-from vibe.record import Event, in_words, with_interval
+from vibe.record import Event, event_text, with_interval
 from vibe.spec import GameSpec
 
 PLOT_HEIGHT = 12
@@ -52,7 +52,7 @@ class PlainScreen:
     def show(self, event: Event) -> None:
         """Print the event in words."""
         if event["event"] in SHOWN:
-            self._console.print(Text(in_words(event)))
+            self._console.print(Text(event_text(event)))
 
 
 class JsonScreen:
@@ -101,16 +101,16 @@ class LiveScreen:
             case "step":
                 if (reward := event["metrics"].get("reward_mean")) is not None:
                     self._line.append((event["step"], reward))
-                self._now = in_words(event)
+                self._now = event_text(event)
                 self._warnings = [one["kind"].replace("_", " ") for one in event.get("health", ())]
             case "warning":
-                self._console.print(Text(in_words(event), style="yellow"))
+                self._console.print(Text(event_text(event), style="yellow"))
             case "evaluation":
                 if event["temperature"] != 0:
                     self._marks.append((event["step"], event["mean"]))
-                self._console.print(Text(in_words(event)))
+                self._console.print(Text(event_text(event)))
             case kind if kind in SHOWN:
-                self._now = in_words(event)
+                self._now = event_text(event)
                 self._console.print(Text(self._now))
             case _:
                 pass

@@ -151,10 +151,10 @@ def _check_end(op: str, end: Mapping[str, Any], about: About, agents: Iterable[s
     record = end.get("record")
     if not isinstance(record, list):
         raise fault(f"{op}() ended a game with record {shown(record)}; it is a list of moves, which may be empty")
-    for place, move in enumerate(record):
+    for index, move in enumerate(record):
         if not isinstance(move, dict):
-            raise fault(f"{op}() ended a game whose record has {shown(move)} at {place}; it is a dict of texts")
-        _check_fields(f"move {place} in the record that {op}() gave", move, NOTE_FIELDS)
+            raise fault(f"{op}() ended a game whose record has {shown(move)} at {index}; it is a dict of texts")
+        _check_fields(f"move {index} in the record that {op}() gave", move, NOTE_FIELDS)
 
 
 def _check_reward(op: str, agent: str, reward: object, about: About) -> None:

@@ -161,8 +161,8 @@ def unknown_keywords(schema: Any, where: str = "#") -> Iterator[tuple[str, str]]
             for name, inner in value.items():
                 yield from unknown_keywords(inner, f"{here}/{name}")
         elif keyword in IN_LISTS and isinstance(value, list):
-            for place, inner in enumerate(value):
-                yield from unknown_keywords(inner, f"{here}/{place}")
+            for index, inner in enumerate(value):
+                yield from unknown_keywords(inner, f"{here}/{index}")
         elif keyword in INSIDE:
             yield from unknown_keywords(value, here)
 

@@ -68,15 +68,15 @@ def encode(codec: ChatCodec, conversation: Conversation) -> list[ClonedText]:
     messages = [codec.protect(dict(message)) for message in conversation]
     samples: list[ClonedText] = []
     text, tokens, is_reply = "", list[int](), list[bool]()
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = codec.render(messages[:place], add_generation_prompt=True)
+        prompt = codec.render(messages[:index], add_generation_prompt=True)
         if not prompt.startswith(text):
             samples.append(ClonedText(tuple(tokens), tuple(is_reply)))
             text, tokens, is_reply = "", [], []
         asked = codec.encode(prompt[len(text) :])
-        closed = codec.render(messages[: place + 1], add_generation_prompt=False)
+        closed = codec.render(messages[: index + 1], add_generation_prompt=False)
         said = _reply(codec, closed[len(prompt) :] if closed.startswith(prompt) else message["content"])
         tokens += [*asked, *said]
         is_reply += [False] * len(asked) + [True] * len(said)

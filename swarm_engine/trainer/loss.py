@@ -55,19 +55,17 @@ def k3(policy_logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
 MAX_PENALTY = 10.0
 """Nats of a token, and with it no gradient beyond: without a bound one token that the reference finds e^30 times as
 likely has a gradient of 1e13, and clipping its norm would leave nothing of all others. verl's bound."""
+MAX_DIFFERENCE = 20.0
+"""Nats, far beyond where a penalty ends on either side."""
 
 
 def kl_penalty(policy_logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """`k3` as a term of a loss: at most `MAX_PENALTY` a token.
+    """`k3` as a term of a loss: nats, shape (N,), at most `MAX_PENALTY` a token.
 
     Differences are bounded before they are exponentiated, for an infinite value would have a gradient of NaN.
     """
     bounded_N = (reference_logprobs_N - policy_logprobs_N).clamp(-MAX_DIFFERENCE, MAX_DIFFERENCE)
     return (torch.exp(bounded_N) - bounded_N - 1).clamp(max=MAX_PENALTY)
-
-
-MAX_DIFFERENCE = 20.0
-"""Nats, far beyond where a penalty ends on either side."""
 
 
 def entropy(logits_N_V: Tensor) -> Tensor:

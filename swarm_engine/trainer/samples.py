@@ -133,12 +133,12 @@ def make_samples(
         _sample(episode, agent, config, version, max_context) for episode in episodes for agent in _agents(episode)
     ]
     compared: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for place, sample in enumerate(samples):
+    for index, sample in enumerate(samples):
         if sample.drop is None:
-            compared[_scope_of(sample, method)].append(place)
-    for places in compared.values():
-        for place, judged in zip(places, judge([samples[place] for place in places], method, knobs), strict=True):
-            samples[place] = judged
+            compared[_scope_of(sample, method)].append(index)
+    for indices in compared.values():
+        for index, judged in zip(indices, judge([samples[index] for index in indices], method, knobs), strict=True):
+            samples[index] = judged
     return samples
 
 

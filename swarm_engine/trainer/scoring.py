@@ -81,12 +81,12 @@ def plan_microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]
     """
     batches: list[list[int]] = []
     longest = 0
-    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+    for row_index in sorted(range(len(lengths)), key=lambda row_index: (-lengths[row_index], row_index)):
         if batches and longest * (len(batches[-1]) + 1) <= max_tokens:
-            batches[-1].append(place)
+            batches[-1].append(row_index)
         else:
-            batches.append([place])
-            longest = lengths[place]
+            batches.append([row_index])
+            longest = lengths[row_index]
     return batches
 
 
@@ -95,9 +95,9 @@ def score(model: Decoder, rows: Sequence[Row], *, entropy_has_gradient: bool = F
     counts_B = [row.num_computed for row in rows]
     width = max(counts_B)
     tokens_B_T: NDArray[np.int64] = np.zeros((len(rows), width), np.int64)
-    for place, (row, count) in enumerate(zip(rows, counts_B, strict=True)):
-        tokens_B_T[place, :count] = row.tokens[:count]
-    predictors = [place * width + target - 1 for place, row in enumerate(rows) for target in row.targets]
+    for row_index, (row, count) in enumerate(zip(rows, counts_B, strict=True)):
+        tokens_B_T[row_index, :count] = row.tokens[:count]
+    predictors = [row_index * width + target - 1 for row_index, row in enumerate(rows) for target in row.targets]
     targets = Targets.of(rows, np.array(predictors, np.int64))
     tokens, positions = torch.from_numpy(tokens_B_T).to(model.device), torch.arange(width, device=model.device)
     hidden_B_T_C = model.hidden(tokens, positions, attend_causally)

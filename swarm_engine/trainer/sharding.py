@@ -108,8 +108,8 @@ class ShardedRanks:
     def hand_out(self, whole: Decoder | None, model: Decoder) -> None:
         """Give every rank its shards of the first one's weights, together."""
         wholes = list(whole.parameters()) if whole is not None else None
-        for place, shard in enumerate(model.parameters()):
-            self.cut(wholes[place].detach() if wholes else None, shard)
+        for index, shard in enumerate(model.parameters()):
+            self.cut(wholes[index].detach() if wholes else None, shard)
 
     @torch.no_grad()
     def put_together(self, model: Decoder, whole: Decoder | None) -> None:
@@ -117,10 +117,10 @@ class ShardedRanks:
         assert isinstance(model, FSDPModule)
         model.reshard()
         wholes = list(whole.parameters()) if whole is not None else None
-        for place, shard in enumerate(model.parameters()):
+        for index, shard in enumerate(model.parameters()):
             tensor = gathered(shard)
             if wholes:
-                wholes[place].copy_(tensor)
+                wholes[index].copy_(tensor)
 
     def cut(self, whole: Tensor | None, into: Tensor) -> None:
         """Fill a sharded tensor on every rank from the first one's whole tensor, together."""

@@ -147,7 +147,7 @@ class Trainer:
         if len(parts) > 1:
             rows = with_proximal(rows, self.logprobs(rows, sums))
         for part in parts:
-            if any(samples[place].carries_loss for place in part):
+            if any(samples[index].carries_loss for index in part):
                 self.take_step(self.weigh(rows, samples, part), version, sums)
         return sums.over(self.ranks) if self.ranks.size > 1 else sums
 
@@ -175,8 +175,8 @@ class Trainer:
         """The rows of a batch whose loss has a gradient."""
         is_regularized = self.config.kl_weight > 0 or self.config.entropy_weight > 0
         return [
-            replace(trained_row(timeline, sample, self.knobs.teacher_weight or 0.0), sample=place)
-            for place, sample in enumerate(samples)
+            replace(trained_row(timeline, sample, self.knobs.teacher_weight or 0.0), sample=index)
+            for index, sample in enumerate(samples)
             if sample.carries_loss or (sample.counts and is_regularized)
             for timeline in sample.timelines
             if timeline.num_trained
@@ -188,8 +188,9 @@ class Trainer:
         Args:
             part: numbers of the step's samples.
         """
-        counted = Denominators.of([samples[place] for place in part if samples[place].counts], self.knobs)
-        imitated = Denominators.of([samples[place] for place in part if samples[place].is_imitated], self.knobs)
+        of_step = [samples[index] for index in part]
+        counted = Denominators.of([sample for sample in of_step if sample.counts], self.knobs)
+        imitated = Denominators.of([sample for sample in of_step if sample.is_imitated], self.knobs)
         members, weighed = set(part), []
         for row in rows:
             if row.sample not in members:
@@ -358,7 +359,7 @@ def plan_steps(samples: Sequence[Sample], epochs: int, minibatches: int, seed: i
 
     Minibatches are cut by samples, so that neither turns nor tokens make more steps; they differ by one sample at most.
     """
-    takes_part = [place for place, sample in enumerate(samples) if sample.counts or sample.is_imitated]
+    takes_part = [index for index, sample in enumerate(samples) if sample.counts or sample.is_imitated]
     draw = random.Random(seed)
     minibatches = min(minibatches, len(takes_part))
     for _ in range(epochs):

@@ -41,7 +41,7 @@ from a3r.graph.state import Approval
 from a3r.integrity import check_seeds
 from a3r.paths import Home
 from a3r.prereg.tree import Leaf
-from a3r.progress import in_words
+from a3r.progress import event_text
 from a3r.report import bundle as bundles
 from a3r.report import publish, write
 from a3r.research import verify_study
@@ -159,7 +159,7 @@ def test_runs_that_agree_exactly_do_not_say_what_can_be_told(lab_in):
     report = (lab.deps.home.study(study).report / "report.md").read_text()
     assert "agree exactly, so how far equal runs differ, and what difference can be told, is not known" in report
     assert all(checks(lab, study).values())
-    told = in_words("noise_floor", {"unit": "reward", "ci": [0.0, None], "smallest_difference": None})
+    told = event_text("noise_floor", {"unit": "reward", "ci": [0.0, None], "smallest_difference": None})
     assert "agree exactly" in str(told)
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from vibe import library
-from vibe.envs import HOST, EnvCrashedError, EnvHost, EnvTimeoutError, Limits, RulesError
+from vibe.envs import HOST, Env, EnvCrashedError, EnvHost, EnvTimeoutError, Limits, RulesError
 from vibe.errors import EditedError, EnvError
 from vibe.project import code_of
 
@@ -268,6 +269,18 @@ def test_an_answer_that_is_no_turn_and_no_end_is_named_with_its_field_and_value(
     asyncio.run(main())
 
 
+def fault_in(project: Path, ask: Callable[[Env], Awaitable[object]]) -> str:
+    """What a game is accused of that is asked so."""
+
+    async def main() -> str:
+        async with EnvHost(project, {}) as host:
+            with pytest.raises(EnvError, match=r"^the environment is at fault: ") as faulty:
+                await ask(host.env())
+            return str(faulty.value)
+
+    return asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("method", "gives", "said"),
     [
@@ -282,15 +295,12 @@ def test_an_answer_that_is_no_turn_and_no_end_is_named_with_its_field_and_value(
 def test_what_else_a_game_answers_is_checked_too(project: Path, method: str, gives: str, said: str) -> None:
     (project / "env.py").write_text(GAME + f"\nGame.{method} = lambda *_: {gives}\n")
 
-    async def main() -> None:
-        async with EnvHost(project, {}) as host:
-            env = host.env()
-            await env.reset(1)
-            asked = {"legal": env.legal, "suggest": lambda: env.suggest("scripted"), "snapshot": env.snapshot}
-            with pytest.raises(EnvError, match=re.escape(f"the environment is at fault: {said}")):
-                await asked[method]()
+    async def ask(env: Env) -> None:
+        await env.reset(1)
+        asked = {"legal": env.legal, "suggest": lambda: env.suggest("scripted"), "snapshot": env.snapshot}
+        await asked[method]()
 
-    asyncio.run(main())
+    assert said in fault_in(project, ask)
 
 
 def test_a_game_without_end_is_ended_by_the_number_of_its_turns(project: Path) -> None:
@@ -328,13 +338,7 @@ def test_what_a_game_says_of_itself_is_checked(project: Path, file: str, line: s
     with (project / file).open("a") as code:
         code.write(f"{line}\n")
 
-    async def main() -> None:
-        async with EnvHost(project, {}) as host:
-            with pytest.raises(EnvError, match=r"^the environment is at fault: ") as faulty:
-                await host.env().reset(1)
-            assert said in str(faulty.value)
-
-    asyncio.run(main())
+    assert said in fault_in(project, lambda env: env.reset(1))
 
 
 def test_code_that_was_edited_meanwhile_is_not_loaded_in_the_place_of_a_process_that_died(project: Path) -> None:
