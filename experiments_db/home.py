@@ -24,14 +24,19 @@ def home_folder(home: Path | str | None = None) -> Path:
     """The folder that holds all state: as given, else A3R_HOME, else `.a3r` in the current folder. Not created here.
 
     Raises:
-        UnavailableError: it begins with `~` and a name that no user has, or holds a question mark, which begins the
-            settings of a database's URL.
+        UnavailableError: it begins with `~` and a name that no user has, holds a question mark, which begins the
+            settings of a database's URL, or is named from a current folder that was removed.
     """
     folder = Path(home or os.environ.get(HOME_VARIABLE) or DEFAULT_HOME)
     try:
         found = folder.expanduser().absolute()
     except RuntimeError as error:
         raise UnavailableError(f"{folder} begins with an unknown user; set {HOME_VARIABLE} to a whole path") from error
+    except FileNotFoundError as error:
+        raise UnavailableError(
+            f"the current folder was removed, so {folder} is nowhere; go to a folder that is there, or set "
+            f"{HOME_VARIABLE} to a whole path"
+        ) from error
     if "?" in str(found):
         raise UnavailableError(f"{found} holds a question mark; set {HOME_VARIABLE} to a folder without one")
     return found

@@ -180,14 +180,20 @@ async def listening(options: ServeOptions) -> AsyncIterator[Front]:
 
     Raises:
         InvalidError: the public URL is none, or the certificate can't be used.
-        RunDirError: the folder or the address is taken.
+        RunDirError: the folder or the address is taken, or the folder is nowhere.
         JournalError: the folder's journal can't be opened.
     """
     public_url, names = options.public_url, options.allowed_hosts
     if public_url is not None:
         public_url, public_host = read_public_url(public_url)
         names = (*names, public_host)
-    run_dir = options.run_dir.resolve()
+    try:
+        run_dir = options.run_dir.resolve()
+    except FileNotFoundError:
+        raise RunDirError(
+            f"the current folder was removed, so {options.run_dir} is nowhere",
+            "go to a folder that is there, or name a run folder by its whole path",
+        ) from None
     if well_formed(str(run_dir)) != str(run_dir):
         # Its name stands in answers, events and the files beside it.
         raise RunDirError(f"the run folder's name {str(run_dir)!r} is not valid UTF-8", "choose another")

@@ -152,6 +152,7 @@ class WorkerLink(asyncio.Protocol):
                     stdin=asyncio.subprocess.PIPE,
                     stdout=log,
                     stderr=log,
+                    cwd=run_dir,  # the current folder may be removed, and torch does not load from one that was
                     start_new_session=True,
                 )
             link._watch = asyncio.create_task(link._watch_process())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -150,3 +151,34 @@ def test_a_command_by_its_package_runs_in_a_folder_that_was_removed(tmp_path: Pa
         text=True,
     )
     assert (told.returncode, told.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-m", "a3r", "runs"),
+        ("-m", "vibe", "new", "Play tic-tac-toe against a random opponent"),
+        ("-m", "swarm_engine.cli", "serve"),
+    ],
+    ids=lambda words: words[1],
+)
+def test_a_home_in_a_folder_that_was_removed_is_nowhere(tmp_path: Path, words: tuple[str, ...]) -> None:
+    told = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "A3R_HOME"},
+    )
+    assert told.returncode in (1, 2)
+    assert re.search(r"the current folder was removed, so \.a3r\S* is nowhere.* go to a folder that is", told.stderr)
+    assert "Traceback" not in told.stderr
+
+
+def test_a_worker_starts_where_the_current_folder_of_its_front_was_removed(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    enter = 'cd "$0" && rmdir "$0" && exec "$@"'
+    served = serve_process(tmp_path / "run", "--start", prefix=("sh", "-c", enter, str(tmp_path / "gone")))
+    with served.client() as client:
+        wait_for_state(client, EngineState.ROLLING, limit_s=60)
+    assert served.stop() == 0
