@@ -336,7 +336,9 @@ class _Child:
             return
         code = await self._process.wait()
         await asyncio.wait(self._readers[:1], timeout=1.0)
-        self._fail(EnvCrashedError(f"the game's process ended with {_exit_text(code)}{self._said()}"))
+        # A signal may be the kernel's or a user's, an exit is the game's own doing.
+        what = "the game's process ended" if code < 0 else "the environment is at fault: it ended its process"
+        self._fail(EnvCrashedError(f"{what} with {_exit_text(code)}{self._said()}"))
 
     def _settle(self, future: asyncio.Future[Any], reply: dict[str, Any]) -> None:
         if "ok" in reply:

@@ -19,6 +19,8 @@ MAX_TURNS = 1000
 """Replies that a game may ask for where its env.py sets no MAX_TURNS of its own."""
 MAX_REWARD = 1e9
 """What a reward may be at most, up or down, where rewards.py declares no range: what the engine takes."""
+MAX_NAMES, MAX_NAME_CHARS = 1000, 500
+"""Of the agents that an end pays and of its metrics: what the engine takes."""
 TURN_FIELDS = ("seat", "agent", "system", "observation")
 NOTE_FIELDS = ("seat", "text", "note")
 
@@ -75,8 +77,7 @@ def check_turn(op: str, reply: object, about: About, agents: Iterable[str]) -> d
     else:
         _check_fields(f"the turn that {op}() gave", reply, TURN_FIELDS)
         for name in ("seat", "agent"):
-            if not 0 < len(reply[name]) <= 500:
-                raise fault(f"{op}() gave a turn whose {name} is {shown(reply[name])}; it has 1 to 500 characters")
+            _check_name(f"{name} of the turn that {op}() gave", reply[name])
     return reply
 
 
@@ -128,8 +129,9 @@ def _check_end(op: str, end: Mapping[str, Any], about: About, agents: Iterable[s
     rewards = end["rewards"]
     if not isinstance(rewards, dict) or not rewards:
         raise fault(f"{op}() ended a game with rewards {shown(rewards)}; they are a dict with a number for each agent")
+    _check_count(f"{op}() ended a game with rewards for", rewards)
     for agent, reward in rewards.items():
-        _check_text(f"an agent in the rewards that {op}() gave", agent)
+        _check_name(f"an agent in the rewards that {op}() gave", agent)
         _check_reward(op, agent, reward, about)
     if missing := [agent for agent in agents if agent not in rewards]:
         raise fault(
@@ -144,8 +146,9 @@ def _check_end(op: str, end: Mapping[str, Any], about: About, agents: Iterable[s
         raise fault(
             f"{op}() ended a game with metrics {shown(metrics)}; they are a dict of numbers, which may be empty"
         )
+    _check_count(f"{op}() ended a game with metrics for", metrics)
     for name, value in metrics.items():
-        _check_text(f"the name of a metric that {op}() gave", name)
+        _check_name(f"the name of a metric that {op}() gave", name)
         if not _is_number(value):
             raise fault(f"{op}() ended a game with metric {shown(name)} {shown(value)}; it is a finite number")
     record = end.get("record")
@@ -184,6 +187,16 @@ def _check_text(what: str, value: object) -> str:
         problem = "which holds half of a surrogate pair; it is valid Unicode"
         raise fault(f"{what} is {shown(value)}, {problem}") from error
     return value
+
+
+def _check_name(what: str, value: object) -> None:
+    if not 0 < len(_check_text(what, value)) <= MAX_NAME_CHARS:
+        raise fault(f"{what} is {shown(value)}; it has 1 to {MAX_NAME_CHARS} characters")
+
+
+def _check_count(what: str, named: Mapping[str, Any]) -> None:
+    if len(named) > MAX_NAMES:
+        raise fault(f"{what} {len(named)} names; the limit is {MAX_NAMES}")
 
 
 def _is_number(value: object) -> TypeGuard[float]:

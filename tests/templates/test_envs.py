@@ -128,7 +128,7 @@ FAULTY = {
     "{'seat': 'a', 'agent': 'a', 'system': 's'}": "the turn that step() gave has no observation",
     "say('x') | {'observation': 3}": "observation of the turn that step() gave is 3; it is a text",
     "say('\\ud83c')": "half of a surrogate pair",
-    "say('x', '')": "a turn whose seat is ''",
+    "say('x', '')": "seat of the turn that step() gave is ''; it has 1 to 500 characters",
     "over({'a': '1'})": "reward '1' for 'a'; it is a number from -1 to 1 (LOWEST and HIGHEST in rewards.py)",
     "over({'a': None})": "reward None for 'a'",
     "over({'a': True})": "reward True for 'a'",
@@ -145,6 +145,9 @@ FAULTY = {
     "over({'a': 1.0}, outcome='victory')": "outcome 'victory'; it is one of success, failure",
     "over({'a': 1.0}, outcome=None)": "outcome None",
     "over({'a': 1.0}, metrics={'won': True})": "metric 'won' True; it is a finite number",
+    "over({'a': 1.0}, metrics={'n' * 501: 1})": "nnn'; it has 1 to 500 characters",
+    "over({'a': 1.0}, metrics={str(n): 1 for n in range(1001)})": "with metrics for 1001 names; the limit is 1000",
+    "over({'a': 1.0, '': 1.0})": "an agent in the rewards that step() gave is ''",
     "over({'a': 1.0}, metrics=None)": "metrics None",
     "over({'a': 1.0}, record=None)": "record None",
     "over({'a': 1.0}, record=['x'])": "record has 'x' at 0",
@@ -487,7 +490,10 @@ def test_a_process_that_dies_says_how_and_is_replaced(project: Path) -> None:
         async with EnvHost(project, {}) as host:
             env = host.env()
             await env.reset(1)
-            with pytest.raises(EnvCrashedError, match=r"exit code 3; it said: goodbye"):
+            with pytest.raises(
+                EnvCrashedError,
+                match=r"^the environment is at fault: .* exit code 3; it said: goodbye",
+            ):
                 await env.step("die")
             assert host.pid is None
             assert (await env.reset(2))["observation"] == "2"
