@@ -99,6 +99,8 @@ class Ended:
     num_prompt_tokens: int | None = None
     num_sampled_tokens: int | None = None
     seconds: float | None = None
+    num_refused: int | None = None
+    last_refusal: str | None = None
     frozen_agents: list[str] = Field(default_factory=list)
     """Opponents and judges: their rewards are kept and count in no score."""
 
@@ -109,6 +111,9 @@ class Dropped:
 
     episode_id: str
     reason: str
+    num_refused: int | None = None
+    """Named where the episode had no end that says so."""
+    last_refusal: str | None = None
 
 
 @checked(frozen=True)
@@ -138,6 +143,7 @@ class Stepped:
     drops: dict[str, int] = Field(default_factory=dict)
     seconds: float | None = None
     health: list[Warned] = Field(default_factory=list)
+    num_refused: int | None = None
 
 
 @checked(frozen=True)
@@ -223,11 +229,15 @@ def fault_of(outcome: str, score: float | None) -> Fault:
 
 
 def metrics_of(step: Stepped) -> dict[str, float | None]:
-    """Every number of a step by name; drops as `drops.REASON`, wall seconds as `seconds`."""
+    """Every number of a step by name; drops as `drops.REASON`, wall seconds as `seconds`, refused calls where the
+    server counts them.
+    """
+    refused = {} if step.num_refused is None else {"num_refused": float(step.num_refused)}
     return {
         **step.metrics,
         **{f"drops.{reason}": float(count) for reason, count in step.drops.items()},
         "seconds": step.seconds,
+        **refused,
     }
 
 
@@ -271,6 +281,8 @@ class Episode:
     seconds: float | None = None
     trained_step: int | None = None
     drop_reason: str | None = None
+    num_refused: int | None = None
+    last_refusal: str | None = None
 
     @property
     def is_open(self) -> bool:
@@ -368,8 +380,8 @@ def take_in(book: Book, server_id: str, event: Event, payload: Payload | None) -
             _claim(book, claimed, at)
         case Ended() as ended:
             _end(book, ended, at)
-        case Dropped(episode_id, reason):
-            _drop(book, episode_id, reason, at)
+        case Dropped() as dropped:
+            _drop(book, dropped, at)
         case Batch(step, episode_ids):
             _batch(book, step, episode_ids)
         case Stepped() as stepped:
@@ -396,6 +408,7 @@ def _end(book: Book, ended: Ended, at: datetime) -> None:
     episode.num_prompt_tokens = ended.num_prompt_tokens
     episode.num_sampled_tokens = ended.num_sampled_tokens
     episode.seconds = ended.seconds
+    episode.num_refused, episode.last_refusal = ended.num_refused, ended.last_refusal
     if ended.mode == "eval":
         score = score_of({agent: one for agent, one in ended.rewards.items() if agent not in ended.frozen_agents})
         _count(book, episode, at, score, fault_of(ended.outcome, score))
@@ -421,13 +434,15 @@ def _episode(book: Book, payload: Claimed | Ended) -> Episode:
     return episode
 
 
-def _drop(book: Book, episode_id: str, reason: str, at: datetime) -> None:
-    episode = book.episodes.get(episode_id)
+def _drop(book: Book, dropped: Dropped, at: datetime) -> None:
+    episode, reason = book.episodes.get(dropped.episode_id), dropped.reason
     if episode is None:
-        log.warning("episode %s was dropped (%s), but its claim is not in the log", episode_id, reason)
+        log.warning("episode %s was dropped (%s), but its claim is not in the log", dropped.episode_id, reason)
         return
     was_open = episode.is_open
     episode.drop_reason = reason
+    if dropped.num_refused is not None:
+        episode.num_refused, episode.last_refusal = dropped.num_refused, dropped.last_refusal
     book.touched.add(episode.id)
     if episode.mode == "eval" and was_open and episode.policy_version is not None:
         _count(book, episode, at, None, Fault.POLICY if reason == "timeout" else Fault.ENV)

@@ -38,7 +38,7 @@ from experiments_db.errors import (
 from experiments_db.home import FILE_NAME, HOME_VARIABLE, home_folder
 from experiments_db.models import Row
 
-HEAD = "0003_health_warnings"
+HEAD = "0004_refusals"
 """The migration that this version's tables need."""
 BUSY_TIMEOUT_S = 60
 """How long a process waits for another one's transaction. Ours are short, but other programs may look in too; longer

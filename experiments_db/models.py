@@ -695,6 +695,10 @@ class EpisodeRow(Row, table=True):
     """The update it was part of; None for all but train episodes that made it into a batch."""
     drop_reason: str | None = None
     """Why it was not used."""
+    num_refused: int | None = Field(default=None, sa_type=BigInteger)
+    """Calls that got an error instead of a reply; None where the server did not count them."""
+    last_refusal: str | None = Field(default=None, sa_type=Text)
+    """What the last of them was told, after its HTTP status."""
 
 
 class EvalRun(Row, table=True):

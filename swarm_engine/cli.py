@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -276,13 +276,19 @@ def timelines(
     as_json: Json = False,
 ) -> None:
     """Print an episode's contexts block by block."""
-    found = ask(lambda client: client.timelines(episode, merge=merge), run_dir, url, token_file, as_json)
+    found, about = ask(
+        lambda client: (client.timelines(episode, merge=merge), client.describe(episode)),
+        run_dir,
+        url,
+        token_file,
+        as_json,
+    )
     if as_json:
-        print(json.dumps({"event": "result", "timelines": found}))
+        print(json.dumps({"event": "result", "timelines": found, **refusals_in(about)}))
         return
-    from swarm_engine.watch import timeline_lines
+    from swarm_engine.watch import refusal_line, timeline_lines
 
-    print("\n".join(timeline_lines(found)))
+    print("\n".join([*timeline_lines(found), *filter(None, [refusal_line(about)])]))
 
 
 @app.command()
@@ -294,14 +300,24 @@ def why_split(
     as_json: Json = False,
 ) -> None:
     """Say where the contexts of an episode part, and over what."""
-    found = ask(lambda client: client.timelines(episode), run_dir, url, token_file, as_json)
+    found, about = ask(
+        lambda client: (client.timelines(episode), client.describe(episode)), run_dir, url, token_file, as_json
+    )
     from swarm_engine.splits import find_splits, split_lines
 
     splits = find_splits(found)
     if as_json:
-        print(json.dumps({"event": "result", "splits": [asdict(split) for split in splits]}))
+        result = {"event": "result", "splits": [asdict(split) for split in splits], **refusals_in(about)}
+        print(json.dumps(result))
         return
-    print("\n".join(split_lines(splits, len(found))))
+    from swarm_engine.watch import refusal_line
+
+    print("\n".join([*split_lines(splits, len(found)), *filter(None, [refusal_line(about)])]))
+
+
+def refusals_in(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What an episode's description says of its refused calls."""
+    return {name: about.get(name) for name in ("num_refused", "last_refusal")}
 
 
 @app.command()

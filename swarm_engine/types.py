@@ -13,6 +13,9 @@ from enum import StrEnum
 DEFAULT_AGENT = "main"
 """The agent of calls that name none."""
 
+MAX_REFUSAL_CHARS = 300
+"""Of a refusal's message that is kept."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -107,6 +110,28 @@ class ClaimReason(StrEnum):
     """The next batch already has every episode it needs in flight."""
     BOOTING = "booting"
     FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """Calls that their callers got an error for: an agent that goes on without its replies has its reward all the same.
+
+    Journal, events and routes name its fields as they are here.
+    """
+
+    num_refused: int = 0
+    last_refusal: str | None = None
+    """What the last one was told, after its HTTP status; None where there was none."""
+
+    def __bool__(self) -> bool:
+        return self.num_refused > 0
+
+    def and_one(self, status: int, message: str) -> Refusals:
+        """These and one more."""
+        told = well_formed(f"{status}: {message}")
+        if len(told) > MAX_REFUSAL_CHARS:
+            told = told[: MAX_REFUSAL_CHARS - 2] + " …"
+        return Refusals(self.num_refused + 1, told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,20 @@ def status_lines(status: Status) -> list[str]:
             f"files     the limit of open files leaves room for {crowd['limit']} connections: {crowd['closed']} idle "
             f"ones were closed for others, {crowd['refused']} requests refused; raise it and start the server again"
         )
+    if refused := refusal_line(asdict(status)):
+        lines.append(f"refused   since the last update: {refused}")
     return lines
+
+
+def refusal_line(payload: Mapping[str, Any]) -> str | None:
+    """What was refused, in words; None where nothing was.
+
+    Args:
+        payload: of a `step`, `episode` or `drop` event, or any other that counts refusals.
+    """
+    if not (count := payload.get("num_refused")):
+        return None
+    return _counted(count, "call", f"refused, the last with {payload['last_refusal']}")
 
 
 def _step(step: int | None) -> str:
@@ -94,12 +107,15 @@ def timeline_lines(timelines: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines or ["the episode has no call yet"]
 
 
-def why_nothing_trained(metrics: Mapping[str, float | None], drops: Mapping[str, int]) -> str | None:
+def why_nothing_trained(
+    metrics: Mapping[str, float | None], drops: Mapping[str, int], refused: str | None = None
+) -> str | None:
     """Why an update left the weights as they were, in words; None where it moved them.
 
     Args:
         metrics: of the update's `step` event.
         drops: of the same event.
+        refused: of the same event, by `refusal_line`.
     """
     if not metrics.get("skipped"):
         if metrics.get("learning_rate") == 0:
@@ -118,6 +134,7 @@ def why_nothing_trained(metrics: Mapping[str, float | None], drops: Mapping[str,
         for untrained in Untrained
         if (count := metrics.get(f"{untrained}_calls"))
     ]
+    reasons += [refused] if refused else []
     return "nothing trained" + (f": {', '.join(reasons)}" if reasons else "")
 
 
@@ -134,14 +151,16 @@ def print_events(client: SwarmClient, after: int) -> None:
 def step_lines(payload: Mapping[str, Any]) -> list[str]:
     """An update in words, a line for each policy that is trained; then what goes wrong."""
     lines = []
-    drops = by_policy(payload["drops"])
+    drops, refused = by_policy(payload["drops"]), refusal_line(payload)
     for policy, metrics in by_policy(payload["metrics"]).items():
         head = f"step {payload['step']}: {payload['seconds']:.2f} s" + (f", {policy}" if policy else "")
         values = ((name, metrics.get(name)) for name in METRICS)
         said = [f"{name} {value:.4g}" for name, value in values if value is not None]
-        if why := why_nothing_trained(metrics, drops.get(policy, {})):
+        if why := why_nothing_trained(metrics, drops.get(policy, {}), refused):
             said.append(why)
         lines.append(", ".join([head, *said]))
+    if refused and refused not in lines[-1]:
+        lines.append(f"  {refused}")
     return [*lines, *(f"  warning: {warning['message']}" for warning in payload.get("health", ()))]
 
 
@@ -203,12 +222,15 @@ def step_table(steps: Sequence[Event]) -> RenderableType:
     notes = []
     for event in steps:
         step, drops = event.payload["step"], by_policy(event.payload["drops"])
+        refused = refusal_line(event.payload)
         for policy, metrics in by_policy(event.payload["metrics"]).items():
             numbers = [metrics.get(name) for name in METRICS]
             cells = ["" if number is None else f"{number:.3g}" for number in numbers]
             table.add_row(str(step), f"{event.payload['seconds']:.2f}", *([policy] if has_names else []), *cells)
-            if why := why_nothing_trained(metrics, drops.get(policy, {})):
+            if why := why_nothing_trained(metrics, drops.get(policy, {}), refused):
                 notes.append(Text(f"step {step}{', ' + policy if policy else ''}: {why}"))
+        if refused and not (notes and refused in notes[-1].plain):
+            notes.append(Text(f"step {step}: {refused}"))
     if steps:
         notes += [Text(f"warning: {warning['message']}") for warning in steps[-1].payload.get("health", ())]
     return Group(table, *notes)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from swarm_engine.watch import why_nothing_trained
+from swarm_engine.watch import refusal_line, why_nothing_trained
 from vibe.errors import UsageError
 
 Event = dict[str, Any]
@@ -117,7 +117,7 @@ def event_text(event: Event) -> str:
             return f"different rewards in {event['share']:.0%} of {event['n_groups']} groups"
         case "step":
             metrics = event["metrics"]
-            why = why_nothing_trained(metrics, event["drops"])
+            why = why_nothing_trained(metrics, event["drops"], refusal_line(event))
             return (
                 f"step {event['step']:>4}/{event['updates']}  reward {_number(metrics.get('reward_mean'))}  "
                 f"entropy {_number(metrics.get('entropy'))}  {event['seconds']:.1f} s" + (f"  {why}" if why else "")

@@ -215,6 +215,11 @@ class SwarmClient:
         body = wire.export_body(policy, name, step, best, merged)
         return str(self._control("POST", "/export", body)["path"])
 
+    def describe(self, episode_id: str) -> dict[str, Any]:
+        """An episode as the server knows it, running or ended, without its tokens; see `GET /episodes/ID`."""
+        answer: dict[str, Any] = self._control("GET", wire.episode_path(episode_id))
+        return answer
+
     def timelines(self, episode_id: str, *, merge: str = "none") -> list[dict[str, Any]]:
         """An episode's contexts, token by token."""
         answer = self._control("GET", wire.timelines_path(episode_id, merge))

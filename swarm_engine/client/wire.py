@@ -107,6 +107,10 @@ class Status:
     connections: Mapping[str, int | None]
     """`open` ones, their `limit` (None where nothing bounds them), idle ones `closed` for others, and requests that
     were `refused` because all were busy."""
+    num_refused: int = 0
+    """Calls of train episodes that got an error since the last update."""
+    last_refusal: str | None = None
+    """What the last of them was told, after its HTTP status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,10 @@ class EpisodeResult:
     policy_version: int
     drop_reason: DropReason | None = None
     """Why it takes no place in a batch, so that its place is free again; None where it takes one."""
+    num_refused: int = 0
+    """Calls that got an error instead of a reply."""
+    last_refusal: str | None = None
+    """What the last of them was told, after its HTTP status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +303,14 @@ def read_claim(task_id: str, answer: Mapping[str, Any]) -> Lease | ClaimReason:
     )
 
 
+def episode_path(episode_id: str) -> str:
+    """Where an episode is described."""
+    return f"/episodes/{quote(episode_id, safe='')}"
+
+
 def timelines_path(episode_id: str, merge: str) -> str:
     """Where an episode's contexts are."""
-    return f"/episodes/{quote(episode_id, safe='')}/timelines?merge={quote(merge, safe='')}"
+    return f"{episode_path(episode_id)}/timelines?merge={quote(merge, safe='')}"
 
 
 def read_address(url: str) -> str:
@@ -403,6 +416,8 @@ def read_end(lease: Lease, metrics: Mapping[str, float] | None, answer: Mapping[
         metrics=dict(metrics or {}),
         policy_version=lease.policy_version,
         drop_reason=None if drop_reason is None else DropReason(drop_reason),
+        num_refused=answer["num_refused"],
+        last_refusal=answer["last_refusal"],
     )
 
 
@@ -448,6 +463,8 @@ def read_status(answer: Mapping[str, Any]) -> Status:
         server_id=answer["server_id"],
         last_seq=answer["last_seq"],
         connections=answer["connections"],
+        num_refused=answer.get("num_refused", 0),
+        last_refusal=answer.get("last_refusal"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Query, Request
@@ -241,6 +242,7 @@ def build_control(engine: Engine, tokens: Tokens, crowd: Crowd, public_url: str 
                 "rewards": ended.rewards,
                 "outcome": body.outcome,
                 "drop_reason": ended.drop_reason,
+                **asdict(ended.refusals),
             }
         )
 

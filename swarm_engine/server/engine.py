@@ -16,7 +16,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -56,7 +56,7 @@ from swarm_engine.server.worker_link import WORKER_COMMAND, WorkerLink
 from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.continuations import with_continuations
 from swarm_engine.tracker.tracker import EpisodeRecord
-from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Episode, Mode, well_formed
+from swarm_engine.types import BatchRecord, ClaimReason, EngineState, Episode, Mode, Refusals, well_formed
 from swarm_engine.version import installed_version
 
 log = logging.getLogger(__name__)
@@ -529,11 +529,18 @@ class Engine:
     ) -> asyncio.Future[None]:
         counted = dict(self.roster.drops + Counter(drops))
         self.roster.drops.clear()
+        refusals, self.roster.refusals = self.roster.refusals, Refusals()
         self._history.append(metrics)
         health = [warning.as_event() for warning in warnings_of(self._history)]
         return self.journal.append(
             EventWrite.of(
-                "step", step=step, metrics=dict(metrics), drops=counted, seconds=round(seconds, 6), health=health
+                "step",
+                step=step,
+                metrics=dict(metrics),
+                drops=counted,
+                seconds=round(seconds, 6),
+                health=health,
+                **asdict(refusals),
             )
         )
 
@@ -684,6 +691,7 @@ class Engine:
             },
             "clients": self.roster.clients(),
             "running": self.roster.num_running,
+            **asdict(self.roster.refusals),
             "server_id": self.server_id,
             "version": installed_version(),
             "last_seq": self.journal.last_seq,

@@ -22,7 +22,17 @@ from swarm_engine.tracker.codec import ChatCodec
 from swarm_engine.tracker.messages import Message
 from swarm_engine.tracker.replies import ReplyReader
 from swarm_engine.tracker.tracker import CallNote, CallNumbers, Draft, EpisodeRecord, EpisodeTracker, ordinal
-from swarm_engine.types import Call, DropReason, Episode, FinishReason, Mode, Outcome, SamplingParams, Untrained
+from swarm_engine.types import (
+    Call,
+    DropReason,
+    Episode,
+    FinishReason,
+    Mode,
+    Outcome,
+    Refusals,
+    SamplingParams,
+    Untrained,
+)
 
 Script = str | tuple[int, ...]
 """A reply to play instead of sampling one, as text or token ids; for the scripted backend only."""
@@ -161,6 +171,7 @@ class LiveEpisode:
     """The conversations that a `previous_response_id` goes on from, answers included, instructions not."""
     asks: list[RunningAsk] = field(default_factory=list)
     """Requests whose callers wait for some of their reply."""
+    refusals: Refusals = field(default_factory=Refusals)
     num_claims: int = 1
     """Claims that were given it, more than one where a claim was sent again; without those whose callers went away."""
     lease_until: float = 0.0
@@ -228,7 +239,7 @@ class LiveEpisode:
             tags=self.tags,
             step_rewards=ending.step_rewards,
         )
-        return EpisodeRecord(episode, self.notes())
+        return EpisodeRecord(episode, self.notes(), self.refusals)
 
     def draft(self, policy: str, agent: str, request: CallRequest) -> Draft:
         """Turn a request into a prompt that leaves room for a reply; like the tracker's, on any thread.

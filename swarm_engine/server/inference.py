@@ -122,6 +122,7 @@ class InferenceApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         error_body = error_shape(scope)
+        episode: LiveEpisode | None = None
         try:
             target = parse_path(raw_path(scope))
             episode = self._authorize(target, scope["headers"])
@@ -150,17 +151,23 @@ class InferenceApp:
                 raise NotFoundError(
                     f"there is no route {route!r} under an episode's base_url", f"there are {', '.join(ROUTES)}"
                 )
-        except MethodNotAllowedError as error:
-            await send_json(send, error.status, error_body(error), [(b"allow", error.allow.encode())])
         except SwarmEngineError as error:
-            await send_json(send, error.status, error_body(error))
+            self._count_refusal(episode, error)
+            allow = [(b"allow", error.allow.encode())] if isinstance(error, MethodNotAllowedError) else []
+            await send_json(send, error.status, error_body(error), allow)
         except ENDINGS:
             raise
         except BaseException:
             # Not `Exception` alone: what native code panics with is none, and ends one request like any other fault.
             log.exception("%s %s could not be answered", scope["method"], scope["path"])
             fault = InternalError()
+            self._count_refusal(episode, fault)
             await send_json(send, fault.status, error_body(fault))
+
+    def _count_refusal(self, episode: LiveEpisode | None, error: SwarmEngineError) -> None:
+        """Count what a caller with an episode's key is refused, unless it is that the episode is over."""
+        if episode is not None and not isinstance(error, EpisodeLostError):
+            self._engine.roster.count_refusal(episode, error)
 
     def _authorize(self, target: Target, headers: Sequence[tuple[bytes, bytes]]) -> LiveEpisode:
         episode = self._engine.roster.find(target.episode_id)
@@ -299,11 +306,14 @@ class InferenceApp:
             # Before it is sent: a caller may end its episode as soon as it has read this.
             ask.settle()
         except SwarmEngineError as error:
+            self._count_refusal(ask.episode, error)
             await send_bytes(send, pending + writer.fail(error), is_last=True)
             return
         except Exception:
             log.exception("the reply to ask %s could not be streamed to its end", ask.call_id)
-            await send_bytes(send, pending + writer.fail(InternalError()), is_last=True)
+            fault = InternalError()
+            self._count_refusal(ask.episode, fault)
+            await send_bytes(send, pending + writer.fail(fault), is_last=True)
             return
         await send_bytes(send, pending, is_last=True)
 

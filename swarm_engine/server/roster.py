@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -33,7 +33,7 @@ from swarm_engine.server.journal import EpisodeRow, EventWrite, Journal, UnpoolW
 from swarm_engine.server.loaded import Loaded, ServedPolicy
 from swarm_engine.server.pool import PooledEpisode, Seat, is_judged
 from swarm_engine.tracker.tracker import EpisodeRecord
-from swarm_engine.types import DEFAULT_AGENT, BatchRecord, ClaimReason, DropReason, Episode, Mode, Outcome
+from swarm_engine.types import DEFAULT_AGENT, BatchRecord, ClaimReason, DropReason, Episode, Mode, Outcome, Refusals
 
 MAX_LIVE_EPISODES = 4096
 """Episodes that run side by side; more claims wait with the reason `full`."""
@@ -99,6 +99,7 @@ class Ended:
     """By agent."""
     drop_reason: DropReason | None
     """Why its place is free again; None where it keeps it."""
+    refusals: Refusals
 
 
 def record_of(journal: Journal, row: EpisodeRow) -> EpisodeRecord:
@@ -152,6 +153,8 @@ class Roster:
         self.drops: Counter[str] = Counter()
         """Episodes that will not be trained, by reason, since the last step was reported; and under `SILENT_AGENT`
         rewards."""
+        self.refusals = Refusals()
+        """Of train episodes, since the last step was reported."""
 
     # With the engine
 
@@ -426,9 +429,21 @@ class Roster:
         self._vacate(episode)
         # Aborts carry their caller's words; they are counted as one kind.
         self._count_drop(episode, reason.partition(":")[0])
+        refused = asdict(episode.refusals) if episode.refusals else {}
         self._journal.append(
-            EventWrite.of("drop", episode_id=episode.episode_id, group_id=episode.seat.group_id, reason=reason)
+            EventWrite.of(
+                "drop", episode_id=episode.episode_id, group_id=episode.seat.group_id, reason=reason, **refused
+            )
         )
+
+    def count_refusal(self, episode: LiveEpisode, error: SwarmEngineError) -> None:
+        """A call got an error. They may come as fast as the network brings them, so the journal has them with the
+        episode's end and the update's report.
+        """
+        told = error.status, str(error)
+        episode.refusals = episode.refusals.and_one(*told)
+        if episode.mode is Mode.TRAIN:
+            self.refusals = self.refusals.and_one(*told)
 
     def _count_drop(self, episode: LiveEpisode, reason: str) -> None:
         if episode.mode is Mode.TRAIN:
@@ -476,7 +491,8 @@ class Roster:
             rewards = _by_agent(reward, agents or (DEFAULT_AGENT,))
             ending = Ending(rewards, outcome, metrics, step_rewards, _without(agents, rewards))
             _check_same_end(episode_id, row.request, ending.as_text())
-            return Ended(rewards, await self._drop_reason_of(row))
+            record = await asyncio.to_thread(record_of, self._journal, row)
+            return Ended(rewards, None if row.is_pooled else _drop_reason(record.episode), record.refusals)
         rewards = _by_agent(reward, episode.agents or episode.speakers or (DEFAULT_AGENT,))
         if silent := [agent for agent in episode.speakers if agent not in rewards]:
             raise InvalidError(
@@ -497,7 +513,8 @@ class Roster:
             self._check_step_rewards(episode, step_rewards)
             self._begin_end(episode, ending)
         assert episode.ended is not None
-        return Ended(rewards, await self._journal.until_written(episode.ended))
+        drop_reason = await self._journal.until_written(episode.ended)
+        return Ended(rewards, drop_reason, episode.refusals)
 
     def _check_step_rewards(self, episode: LiveEpisode, step_rewards: Mapping[str, float]) -> None:
         if not step_rewards:
@@ -566,18 +583,20 @@ class Roster:
             loaded.pool.complete(episode.episode_id, ended.rewards)
         self._on_change()
         if episode.mode is Mode.TRAIN and drop is not None:
-            self._note_barren(loaded, drop)
+            self._note_barren(loaded, drop, episode.refusals)
         return drop
 
-    def _note_barren(self, loaded: Loaded, drop: DropReason) -> None:
+    def _note_barren(self, loaded: Loaded, drop: DropReason, refusals: Refusals) -> None:
         """Without this, a reward function that is broken for every episode, or an agent that asks another model, looks
         like a run that is merely slow."""
         self._num_barren += 1
         trainer = loaded.config.trainer
         if self._num_barren >= BARREN_BATCHES * trainer.group_size * trainer.tasks_per_update:
+            refused = f" ({refusals.num_refused} of its calls were refused: {refusals.last_refusal})"
             self._on_barren(
                 f"the last {self._num_barren} train episodes ended without a reward or without a call, the last one "
-                f"as {drop}; see their events, mend the environment, the judge or the agent, and start again"
+                f"as {drop}{refused if refusals else ''}; see their events, mend the environment, the judge or the "
+                "agent, and start again"
             )
 
     def abort(self, episode_id: str, reason: str) -> None:
@@ -639,11 +658,6 @@ class Roster:
             raise self.gone(episode_id)
         return row
 
-    async def _drop_reason_of(self, row: EpisodeRow) -> DropReason | None:
-        if row.is_pooled:
-            return None
-        return _drop_reason((await asyncio.to_thread(record_of, self._journal, row)).episode)
-
     async def record(self, episode_id: str) -> EpisodeRecord:
         """An episode's calls so far, running or ended.
 
@@ -669,6 +683,7 @@ class Roster:
         episode = self._live.get(episode_id)
         if episode is None:
             row = await self.ended_row(episode_id)
+            record = await asyncio.to_thread(record_of, self._journal, row)
             return {
                 "episode_id": episode_id,
                 "status": "ended",
@@ -677,6 +692,7 @@ class Roster:
                 "index": row.place,
                 "mode": row.mode,
                 **self._request_of(row),
+                **asdict(record.refusals),
             }
         return {
             "episode_id": episode_id,
@@ -691,6 +707,7 @@ class Roster:
             "num_running_calls": episode.num_running,
             "seconds": round(time.monotonic() - episode.started_at, 3),
             "lease_s": episode.lease_s,
+            **asdict(episode.refusals),
         }
 
 
@@ -767,6 +784,7 @@ def _ended_event(episode: LiveEpisode, record: EpisodeRecord) -> EventWrite:
         num_prompt_tokens=sum(len(call.prompt_ids) for call in ended.calls),
         num_sampled_tokens=sum(len(call.completion_ids) for call in ended.calls),
         seconds=round(time.monotonic() - episode.started_at, 6),
+        **asdict(record.refusals),
         **({"frozen_agents": frozen} if frozen else {}),
     )
 

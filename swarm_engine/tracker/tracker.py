@@ -26,7 +26,7 @@ from swarm_engine.errors import BadRequestError
 from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.codec import ChatCodec, mark_of
 from swarm_engine.tracker.messages import Message, Tool, extend_digest, prefix_digests
-from swarm_engine.types import Call, Episode, FinishReason, Untrained
+from swarm_engine.types import Call, Episode, FinishReason, Refusals, Untrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class EpisodeRecord:
     episode: Episode
     notes: tuple[CallNote, ...]
     """One for each call, in the same order."""
+    refusals: Refusals = field(default_factory=Refusals)
 
     @property
     def policies(self) -> tuple[str, ...]:

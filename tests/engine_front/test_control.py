@@ -160,6 +160,8 @@ def test_an_episode_from_claim_to_timelines(engine: Served) -> None:
         "num_calls": 1,
         "num_prompt_tokens": len("user\nhi") + 3 + len("assistant\n") + 1,
         "num_sampled_tokens": reply.completion_tokens,
+        "num_refused": 0,
+        "last_refusal": None,
     }
 
 

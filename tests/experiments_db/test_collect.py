@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
-from sqlmodel import select
+from sqlmodel import col, select
 
 from experiments_db import collect as collect_module
 from experiments_db.collect import Collector
@@ -662,3 +662,22 @@ def test_the_real_server_is_followed_through_a_kill(database: Database, experime
     with database.read() as session:
         rows = session.exec(select(EngineEvent).order_by(EngineEvent.seq)).all()
     assert [(row.kind, row.payload["server_id"]) for row in rows] == [("server", listening["server_id"])] * 2
+
+
+def test_refused_calls_are_kept_with_their_episodes_and_counted_by_step(
+    swarm: Any, database: Database, experiment_id: str
+) -> None:
+    refused = {"num_refused": 3, "last_refusal": "400: top_p=0.9 is not taken"}
+    for number in (1, 2, 3):
+        swarm.tell("claim", **claim(number))
+    swarm.tell("episode", **episode(1, **refused))
+    swarm.tell("drop", episode_id="e2", group_id="g", reason="lease_expired", **refused)
+    swarm.tell("episode", **episode(3))
+    swarm.tell("step", step=1, metrics={}, drops={}, seconds=1.0, **refused)
+    swarm.tell("step", step=2, metrics={}, drops={}, seconds=1.0)
+    collect(swarm, database, experiment_id)
+    with database.read() as session:
+        rows = session.exec(select(EpisodeRow).order_by(col(EpisodeRow.episode_id))).all()
+    told = (3, "400: top_p=0.9 is not taken")
+    assert [(row.num_refused, row.last_refusal) for row in rows] == [told, told, (None, None)]
+    assert [(step, value) for _, step, value in points(database, "num_refused")] == [(1, 3.0)]
