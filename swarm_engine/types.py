@@ -113,6 +113,15 @@ class ClaimReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingOverride:
+    """How a claim has every call of its episode sampled, whatever the call asks for."""
+
+    temperature: float = 1.0
+    max_tokens: int | None = None
+    """Of a reply; None leaves it to the call."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refusals:
     """Calls that their callers got an error for: an agent that goes on without its replies has its reward all the same.
 

@@ -319,6 +319,8 @@ class AsyncSwarmClient:
         tags: Mapping[str, str] | None = None,
         script: wire.Script | None = None,
         policies: Sequence[str] = (),
+        sampling: Mapping[str, float] | None = None,
+        models: Mapping[str, str] | None = None,
         wait_s: float | None = 20.0,
     ) -> Episode:
         """Claim an episode; `episode` does so for a `with` block.
@@ -326,6 +328,10 @@ class AsyncSwarmClient:
         Args:
             script: for the scripted backend, the replies to play in order of the episode's calls.
             policies: that may answer; empty takes all that are served.
+            sampling: how every call is sampled whatever it asks for, as `{"temperature": 1}`, which an agent needs for
+                its training that sends temperature 0, `top_p` or penalties; with `max_tokens` its longest reply.
+            models: policy by the name that a call's `model` has, as `{"titles": "old"}`; other names mean the policy
+                that is not routed to, where it is one.
             wait_s: seconds to wait for one; None waits for ever.
 
         Raises:
@@ -338,7 +344,9 @@ class AsyncSwarmClient:
         while True:
             left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - clock())
             poll_s = min(left, wire.MAX_POLL_S)
-            body = wire.claim_body(self.client_id, key, task_id, mode, group_id, tags, script, policies, poll_s)
+            body = wire.claim_body(
+                self.client_id, key, task_id, mode, group_id, tags, script, policies, sampling, models, poll_s
+            )
             try:
                 lease = await self._ask_for_lease(task_id, body)
             except EpisodeLostError:
@@ -381,11 +389,21 @@ class AsyncSwarmClient:
         tags: Mapping[str, str] | None = None,
         script: wire.Script | None = None,
         policies: Sequence[str] = (),
+        sampling: Mapping[str, float] | None = None,
+        models: Mapping[str, str] | None = None,
         wait_s: float | None = 20.0,
     ) -> AsyncIterator[Episode]:
         """An episode for a `with` block, which must end it; see `claim`."""
         claimed = await self.claim(
-            task_id, mode=mode, group_id=group_id, tags=tags, script=script, policies=policies, wait_s=wait_s
+            task_id,
+            mode=mode,
+            group_id=group_id,
+            tags=tags,
+            script=script,
+            policies=policies,
+            sampling=sampling,
+            models=models,
+            wait_s=wait_s,
         )
         async with claimed as episode:
             yield episode
@@ -419,6 +437,8 @@ class AsyncSwarmClient:
         concurrency: int,
         mode: Mode = Mode.TRAIN,
         tags: Mapping[str, str] | None = None,
+        sampling: Mapping[str, float] | None = None,
+        models: Mapping[str, str] | None = None,
         on_episode: OnEpisode | None = None,
         is_partial: bool = False,
         resume: bool = False,
@@ -433,6 +453,7 @@ class AsyncSwarmClient:
         stands.
 
         Args:
+            sampling: of every claim, as `models`; see `claim`.
             on_episode: gets each result as soon as its place is done.
             is_partial: in training, the episodes fill up groups that others have begun or will fill, so `group_size`
                 need not be the server's, and those fill the places of dropped ones.
@@ -460,6 +481,9 @@ class AsyncSwarmClient:
         claimed: dict[int, Episode] = {}
         free = asyncio.Semaphore(concurrency)
 
+        def claim(task: wire.Task) -> Awaitable[Episode]:
+            return self.claim(task.task_id, mode=mode, tags=tags, sampling=sampling, models=models, wait_s=None)
+
         async def play(number: int, task: wire.Task, episode: Episode) -> None:
             try:
                 for num_replays in count():
@@ -468,7 +492,7 @@ class AsyncSwarmClient:
                         task.task_id, lost, episode.result, num_replays, fills_groups=fills_groups
                     ):
                         break
-                    episode = await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
+                    episode = await claim(task)
                 assert episode.result is not None
                 results[number] = episode.result
                 if on_episode is not None:
@@ -481,7 +505,7 @@ class AsyncSwarmClient:
             async with asyncio.TaskGroup() as group:
                 for number, task in wire.places(tasks, group_size, completed):
                     await free.acquire()
-                    claimed[number] = await self.claim(task.task_id, mode=mode, tags=tags, wait_s=None)
+                    claimed[number] = await claim(task)
                     group.create_task(play(number, task, claimed[number]))
         except BaseExceptionGroup as errors:
             raise first_of(errors) from None

@@ -255,6 +255,8 @@ class SwarmClient:
         tags: Mapping[str, str] | None = None,
         script: wire.Script | None = None,
         policies: Sequence[str] = (),
+        sampling: Mapping[str, float] | None = None,
+        models: Mapping[str, str] | None = None,
         wait_s: float | None = 20.0,
     ) -> SyncEpisode:
         """Claim an episode, to be used in a `with` block that ends it.
@@ -262,6 +264,10 @@ class SwarmClient:
         Args:
             script: for the scripted backend, the replies to play in order of the episode's calls.
             policies: that may answer; empty takes all that are served.
+            sampling: how every call is sampled whatever it asks for, as `{"temperature": 1}`, which an agent needs for
+                its training that sends temperature 0, `top_p` or penalties; with `max_tokens` its longest reply.
+            models: policy by the name that a call's `model` has, as `{"titles": "old"}`; other names mean the policy
+                that is not routed to, where it is one.
             wait_s: seconds to wait for one; None waits for ever.
 
         Raises:
@@ -273,7 +279,9 @@ class SwarmClient:
         while True:
             left = wire.MAX_POLL_S if deadline is None else max(0.0, deadline - time.monotonic())
             poll_s = min(left, wire.MAX_POLL_S)
-            body = wire.claim_body(self.client_id, key, task_id, mode, group_id, tags, script, policies, poll_s)
+            body = wire.claim_body(
+                self.client_id, key, task_id, mode, group_id, tags, script, policies, sampling, models, poll_s
+            )
             try:
                 lease = wire.read_claim(task_id, self._control("POST", "/episodes", body, is_repeatable=True))
             except EpisodeLostError:
@@ -330,6 +338,8 @@ class SwarmClient:
         concurrency: int,
         mode: Mode = Mode.TRAIN,
         tags: Mapping[str, str] | None = None,
+        sampling: Mapping[str, float] | None = None,
+        models: Mapping[str, str] | None = None,
         on_episode: OnEpisode | None = None,
         is_partial: bool = False,
         resume: bool = False,
@@ -348,6 +358,9 @@ class SwarmClient:
         results: dict[int, wire.EpisodeResult] = {}
         free, has_failed = threading.Semaphore(concurrency), threading.Event()
 
+        def claim(task: wire.Task) -> SyncEpisode:
+            return self.episode(task.task_id, mode=mode, tags=tags, sampling=sampling, models=models, wait_s=None)
+
         def play(number: int, task: wire.Task, episode: SyncEpisode) -> None:
             try:
                 for num_replays in count():
@@ -356,7 +369,7 @@ class SwarmClient:
                         task.task_id, lost, episode.result, num_replays, fills_groups=fills_groups
                     ):
                         break
-                    episode = self.episode(task.task_id, mode=mode, tags=tags, wait_s=None)
+                    episode = claim(task)
                 assert episode.result is not None
                 results[number] = episode.result
                 if on_episode is not None:
@@ -373,7 +386,7 @@ class SwarmClient:
                 free.acquire()
                 if has_failed.is_set():
                     break
-                episode = self.episode(task.task_id, mode=mode, tags=tags, wait_s=None)
+                episode = claim(task)
                 playing.append(pool.submit(play, number, task, episode))
             wait(playing, return_when=FIRST_EXCEPTION)
         for one in playing:

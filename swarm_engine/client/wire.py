@@ -271,6 +271,8 @@ def claim_body(
     tags: Mapping[str, str] | None,
     script: Script | None,
     policies: Sequence[str],
+    sampling: Mapping[str, float] | None,
+    models: Mapping[str, str] | None,
     wait_s: float,
 ) -> dict[str, Any]:
     """Body of a claim."""
@@ -284,6 +286,10 @@ def claim_body(
         body["script"] = [reply if isinstance(reply, str) else list(reply) for reply in script]
     if policies:
         body["policies"] = list(policies)
+    if sampling is not None:
+        body["sampling"] = dict(sampling)
+    if models:
+        body["models"] = dict(models)
     return body
 
 

@@ -49,7 +49,7 @@ from swarm_engine.server.inference import (
 )
 from swarm_engine.server.journal import Event
 from swarm_engine.server.models import MAX_INTEGER, Abort, Claim, End, ExportRequest
-from swarm_engine.types import ClaimReason
+from swarm_engine.types import ClaimReason, SamplingOverride
 from swarm_engine.version import installed_version
 
 log = logging.getLogger(__name__)
@@ -210,6 +210,8 @@ def build_control(engine: Engine, tokens: Tokens, crowd: Crowd, public_url: str 
             code_version=body.code_version,
             tags=body.tags,
             script=None if body.script is None else tuple(map(as_script, body.script)),
+            sampling=None if body.sampling is None else SamplingOverride(**body.sampling.model_dump()),
+            models=body.models,
             claim_key=body.claim_key,
         )
         given = await engine.roster.claim(wanted, 0)

@@ -30,6 +30,7 @@ from swarm_engine.types import (
     Mode,
     Outcome,
     Refusals,
+    SamplingOverride,
     SamplingParams,
     Untrained,
 )
@@ -88,6 +89,10 @@ class ClaimRequest:
     tags: dict[str, str] = field(default_factory=dict)
     script: tuple[Script, ...] | None = None
     """Replies to play call by call, in order of arrival; None where the sampler samples or each call brings its own."""
+    sampling: SamplingOverride | None = None
+    """None samples each call as it asks."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Policy by name, for calls whose `model` is that name."""
     claim_key: str | None = None
     """The same key of the same client is the same episode; None where the claim is not sent again."""
 
@@ -165,6 +170,9 @@ class LiveEpisode:
     """That may answer, by name."""
     trackers: Mapping[str, EpisodeTracker]
     """Of each of them, with numbers in common."""
+    sampling: SamplingOverride | None = None
+    """See the claim; so are `models`."""
+    models: Mapping[str, str] = field(default_factory=dict)
     script: deque[Script] | None = None
     """Replies that its claim gave to play and that no call has taken yet."""
     responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
@@ -239,7 +247,7 @@ class LiveEpisode:
             tags=self.tags,
             step_rewards=ending.step_rewards,
         )
-        return EpisodeRecord(episode, self.notes(), self.refusals)
+        return EpisodeRecord(episode, self.notes(), self.refusals, self.sampling, self.models)
 
     def draft(self, policy: str, agent: str, request: CallRequest) -> Draft:
         """Turn a request into a prompt that leaves room for a reply; like the tracker's, on any thread.
@@ -286,10 +294,11 @@ class LiveEpisode:
         drafts = self.trackers[asked.policy].number(asked, request.num_choices)
         has_news = asyncio.Event()
         is_followed = follow or bool(request.stop)
+        max_tokens = (self.sampling and self.sampling.max_tokens) or request.max_tokens
         calls = []
         for choice, (draft, script) in enumerate(zip(drafts, scripts, strict=True)):
             params = SamplingParams(
-                max_tokens=min(request.max_tokens or loaded.config.sampler.max_tokens, room),
+                max_tokens=min(max_tokens or loaded.config.sampler.max_tokens, room),
                 temperature=request.temperature,
                 seed=self._seed(loaded.config.seed, draft, request.seed, choice),
                 top_logprobs=request.top_logprobs,

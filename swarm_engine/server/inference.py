@@ -31,6 +31,7 @@ from swarm_engine.server.auth import bearer
 from swarm_engine.server.bodies import MAX_BODY_BYTES, Receive, parse_json, read_body
 from swarm_engine.server.connection import EXTENSION, Connection
 from swarm_engine.server.dialects import DIALECTS, messages, models
+from swarm_engine.server.dialects.fields import overridden
 from swarm_engine.server.dialects.protocol import Request
 from swarm_engine.server.dialects.writing import encode, openai_error
 from swarm_engine.server.engine import Engine
@@ -186,7 +187,7 @@ class InferenceApp:
         created, served = self._engine.created, episode.policies
         describe = models.anthropic if is_anthropic else models.openai
         if route != MODELS:
-            name = choose_policy(unquote(route.removeprefix(MODELS + "/")), served)
+            name = choose_policy(unquote(route.removeprefix(MODELS + "/")), served, episode.models)
             return describe(served[name].ready, created)
         all_of_them = [describe(policy.ready, created) for policy in served.values()]
         return models.anthropic_list(all_of_them) if is_anthropic else models.openai_list(all_of_them)
@@ -210,13 +211,16 @@ class InferenceApp:
 
     def _count(self, body: bytes, episode: LiveEpisode, target: Target) -> int:
         model, asked, tools = messages.parse_count(read_json(body))
-        policy, agent = choose_policy(model, episode.policies), choose_agent(target.agent, model)
+        policy = choose_policy(model, episode.policies, episode.models)
+        agent = choose_agent(target.agent, model)
         episode.check_agent(agent)
         return len(episode.trackers[policy].draft(agent, asked, tools).prompt_ids)
 
     def _draft(self, body: bytes, episode: LiveEpisode, target: Target) -> tuple[Request, Draft]:
-        request = DIALECTS[target.route].parse(read_json(body), episode)
-        policy, agent = choose_policy(request.model, episode.policies), choose_agent(target.agent, request.model)
+        raw = overridden(read_json(body), episode.sampling)
+        request = DIALECTS[target.route].parse(raw, episode)
+        policy = choose_policy(request.model, episode.policies, episode.models)
+        agent = choose_agent(target.agent, request.model)
         return request, episode.draft(policy, agent, request.call)
 
     async def _ask(
@@ -388,19 +392,26 @@ def read_json(body: bytes) -> Mapping[str, Any]:
     return raw
 
 
-def choose_policy(model: str, served: Mapping[str, ServedPolicy]) -> str:
-    """The policy that a call's `model` names, as `POLICY` or `POLICY@AGENT`; where there is one only, any name does.
+def choose_policy(model: str, served: Mapping[str, ServedPolicy], routed: Mapping[str, str]) -> str:
+    """The policy that a call's `model` names, as `POLICY` or `POLICY@AGENT`. Where one only is not routed to, any other
+    name means that one.
 
+    Args:
+        routed: policy by each name that the claim routes.
     Raises:
         NotFoundError: there are several, and it names none of them.
     """
     name = model.rpartition("@")[0] if "@" in model else model
+    if name in routed:
+        return routed[name]
     if name in served:
         return name
-    if len(served) == 1:
-        return next(iter(served))
+    others = [policy for policy in served if policy not in routed.values()] or list(served)
+    if len(others) == 1:
+        return others[0]
     what = f"model {shown(model)} names no policy of this episode" if model else "the request names no model"
-    raise NotFoundError(what, f"it has {', '.join(served)}; name one of them", code="model_not_found", param="model")
+    way_out = f"it has {', '.join(served)}; name one of them, or say in its claim's models which one this name means"
+    raise NotFoundError(what, way_out, code="model_not_found", param="model")
 
 
 def choose_agent(from_path: str | None, model: str) -> str:

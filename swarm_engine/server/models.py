@@ -17,6 +17,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from swarm_engine.errors import shown
+from swarm_engine.server.dialects.fields import MAX_TEMPERATURE, MAX_TOKENS, MIN_TEMPERATURE
 from swarm_engine.types import Mode, Outcome
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=500)]
@@ -61,6 +62,24 @@ class Body(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Base of the request bodies."""
 
 
+class Sampling(Body):
+    """How every call is sampled, whatever it asks for."""
+
+    temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
+    """0 takes the likeliest tokens, which can't be trained."""
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Of a reply; null leaves it to the call."""
+
+    @model_validator(mode="after")
+    def _is_sampled(self) -> Self:
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(
+                f"temperature {self.temperature!r} is too close to 0 to be sampled at; take 0 for the likeliest token, "
+                f"or at least {MIN_TEMPERATURE}"
+            )
+        return self
+
+
 class Claim(Body):
     """A client's wish for an episode."""
 
@@ -85,10 +104,24 @@ class Claim(Body):
     )
     """Replies for the scripted backend to play call by call, in order of arrival, whatever asks for them: as text, in
     which the template's markers are control tokens, or as token ids."""
+    sampling: Sampling | None = None
+    """Taken for every call in place of what it asks for; its top_p, top_k, min_p, penalties and logit_bias are not read
+    then."""
+    models: dict[Name, Name] = Field(default_factory=dict, max_length=MAX_NAMES)
+    """Policy by the name that a call's `model` may have; other names mean the policy that is not routed to, where it is
+    one."""
     tags: dict[Name, Annotated[str, StringConstraints(max_length=500)]] = Field(
         default_factory=dict, max_length=MAX_NAMES
     )
     """Kept with the episode; an evaluation says here what it measures."""
+
+    @model_validator(mode="after")
+    def _is_trained(self) -> Self:
+        if self.mode is Mode.TRAIN and self.sampling is not None and self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature is 0, at which nothing is trained; take 1, or claim with mode eval or debug"
+            )
+        return self
 
 
 class StepReward(Body):

@@ -207,7 +207,7 @@ class Roster:
             EngineUnavailableError: the engine is off or failed.
             ConflictError: the group named can't take it, the policy is frozen, or its key is that of another claim.
             EpisodeLostError: the episode that its key was given does not run any more.
-            NotFoundError: it asks for a policy that is not served.
+            NotFoundError: it asks for a policy that is not served, or routes calls to one that it does not have.
             UnsupportedError: it brings a script, and the backend plays none.
         """
         given = self._try_claim(request)
@@ -291,6 +291,12 @@ class Roster:
             names = ", ".join(map(repr, policies))
             what = f"policy {names} is" if len(policies) == 1 else f"policies {names} are"
             raise ConflictError(f"{what} frozen (trainable: false)", "claim with mode eval", code="policy_frozen")
+        if strangers := {policy for policy in request.models.values() if policy not in policies}:
+            raise NotFoundError(
+                f"models routes to {shown(min(strangers))}, which is no policy of this episode",
+                f"it has {', '.join(policies)}; route to one of them",
+                code="unknown_policy",
+            )
         if request.script is not None:
             check_scripts(loaded)
         if len(self._live) >= MAX_LIVE_EPISODES:
@@ -325,6 +331,8 @@ class Roster:
             deadline=now + loaded.config.episode_timeout_s,
             policies=policies,
             trackers=LiveEpisode.track(episode_id, policies),
+            sampling=request.sampling,
+            models=request.models,
             script=None if request.script is None else deque(request.script),
         )
         episode.touch()
@@ -333,7 +341,8 @@ class Roster:
         if request.claim_key is not None:
             _remember(self._claimed, (request.client_id, request.claim_key), episode_id)
         self._arm(episode)
-        extra = {"code_version": request.code_version} if request.code_version else {}
+        extra: dict[str, Any] = {"code_version": request.code_version} if request.code_version else {}
+        extra |= _overrides(request)
         self._journal.append(
             EventWrite.of(
                 "claim",
@@ -693,6 +702,7 @@ class Roster:
                 "mode": row.mode,
                 **self._request_of(row),
                 **asdict(record.refusals),
+                **_overrides(record),
             }
         return {
             "episode_id": episode_id,
@@ -708,6 +718,7 @@ class Roster:
             "seconds": round(time.monotonic() - episode.started_at, 3),
             "lease_s": episode.lease_s,
             **asdict(episode.refusals),
+            **_overrides(episode),
         }
 
 
@@ -716,6 +727,12 @@ def _remember(newest: dict[Key, str], key: Key, value: str) -> None:
     newest[key] = value
     while len(newest) > NUM_REMEMBERED:
         newest.pop(next(iter(newest)))
+
+
+def _overrides(of: ClaimRequest | LiveEpisode | EpisodeRecord) -> dict[str, Any]:
+    """What a claim decides for all calls of its episode, where it does."""
+    sampling = {} if of.sampling is None else {"sampling": asdict(of.sampling)}
+    return sampling | ({"models": dict(of.models)} if of.models else {})
 
 
 def _by_agent(reward: Reward, agents: Sequence[str]) -> dict[str, float | None]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarm_engine.config import History
@@ -26,7 +26,7 @@ from swarm_engine.errors import BadRequestError
 from swarm_engine.tracker.answers import Answer
 from swarm_engine.tracker.codec import ChatCodec, mark_of
 from swarm_engine.tracker.messages import Message, Tool, extend_digest, prefix_digests
-from swarm_engine.types import Call, Episode, FinishReason, Refusals, Untrained
+from swarm_engine.types import Call, Episode, FinishReason, Refusals, SamplingOverride, Untrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,10 @@ class EpisodeRecord:
     notes: tuple[CallNote, ...]
     """One for each call, in the same order."""
     refusals: Refusals = field(default_factory=Refusals)
+    sampling: SamplingOverride | None = None
+    """Of its claim."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Of its claim: the policy by each name that it routes."""
 
     @property
     def policies(self) -> tuple[str, ...]:

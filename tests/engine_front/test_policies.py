@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 from swarm_engine.cli import app
 from swarm_engine.client import SwarmClient, SwarmRequestError, SyncEpisode, Task
 from swarm_engine.config import EngineConfig, PolicyConfig
+from swarm_engine.errors import NotFoundError
 from swarm_engine.server.inference import choose_policy
 from swarm_engine.types import Mode
 from swarm_engine.watch import status_lines, step_lines, step_table
@@ -113,16 +114,30 @@ def test_a_model_that_is_none_is_a_404_that_lists_them_in_every_apis_shape(
         answer = ask(episode, "POST", route, {**body, **named})
         error = answer.json()["error"]
         assert answer.status_code == 404
-        assert error["message"] == f"{what}; it has {NAMES}; name one of them"
+        hint = f"it has {NAMES}; name one of them, or say in its claim's models which one this name means"
+        assert error["message"] == f"{what}; {hint}"
         kind = error["type"] if route.startswith("messages") else (error["code"], error["param"])
         assert kind == ("not_found_error" if route.startswith("messages") else ("model_not_found", "model"))
 
 
 def test_choosing_a_policy_by_hand() -> None:
     several: Any = {"a": None, "b-1": None}
-    assert [choose_policy(model, several) for model in ("a", "b-1", "a@x", "b-1@")] == ["a", "b-1", "a", "b-1"]
+    assert [choose_policy(model, several, {}) for model in ("a", "b-1", "a@x", "b-1@")] == ["a", "b-1", "a", "b-1"]
     one: Any = {"a": None}
-    assert {choose_policy(model, one) for model in ("a", "", "gpt-4o", "x@y", "@")} == {"a"}
+    assert {choose_policy(model, one, {}) for model in ("a", "", "gpt-4o", "x@y", "@")} == {"a"}
+
+
+def test_names_that_a_claim_routes_go_before_those_of_policies_and_the_rest_means_the_one_that_is_left() -> None:
+    served: Any = {"learner": None, "old": None}
+    routed = {"gpt-4o-mini": "old", "learner-titles": "old"}
+    said = [choose_policy(model, served, routed) for model in ("gpt-4o-mini", "gpt-4o-mini@x", "old", "learner-titles")]
+    assert said == ["old"] * 4
+    assert {choose_policy(model, served, routed) for model in ("gpt-4o", "", "learner", "x@y")} == {"learner"}
+    assert choose_policy("learner", served, {"learner": "old"}) == "old"
+    assert choose_policy("other", {"learner": served}, {"gpt-4o-mini": "learner"}) == "learner"
+    for several, routes in (({**served, "third": None}, routed), (served, {"a": "old", "b": "learner"}), (served, {})):
+        with pytest.raises(NotFoundError, match="names no policy of this episode"):
+            choose_policy("other", several, routes)
 
 
 def test_an_episode_lists_its_policies_and_a_claim_restricts_them(real: Served, episode: SyncEpisode) -> None:

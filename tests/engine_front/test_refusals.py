@@ -18,7 +18,10 @@ from swarm_engine.types import MAX_REFUSAL_CHARS, Mode, Refusals
 from swarm_engine.watch import refusal_line, status_lines, step_lines, why_nothing_trained
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-TOP_P = "400: top_p=0.9 is not taken by this server; training needs the whole distribution; leave it at 1"
+TOP_P = (
+    "400: top_p=0.9 is not taken by this server; training needs the whole distribution; leave it at 1, or claim the "
+    'episode with sampling: {"temperature": 1}, which goes before what its calls ask for'
+)
 
 
 def ask(episode: SyncEpisode, route: str = "chat/completions", method: str = "POST", **body: Any) -> int:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
 from swarm_engine.server.episodes import Script
+from swarm_engine.types import SamplingOverride
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -34,13 +35,15 @@ SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 PENALTY = "penalties change the distribution that training would have to rebuild; leave it at "
 WHOLE = "training needs the whole distribution; leave it "
+OR_CLAIM = ', or claim the episode with sampling: {"temperature": 1}, which goes before what its calls ask for'
 WHY = {
-    "top_p": WHOLE + "at 1",
-    "top_k": WHOLE + "out",
-    "min_p": WHOLE + "out",
-    "presence_penalty": PENALTY + "0",
-    "frequency_penalty": PENALTY + "0",
-    "repetition_penalty": PENALTY + "1",
+    "top_p": WHOLE + "at 1" + OR_CLAIM,
+    "top_k": WHOLE + "out" + OR_CLAIM,
+    "min_p": WHOLE + "out" + OR_CLAIM,
+    "presence_penalty": PENALTY + "0" + OR_CLAIM,
+    "frequency_penalty": PENALTY + "0" + OR_CLAIM,
+    "repetition_penalty": PENALTY + "1" + OR_CLAIM,
+    "logit_bias": "a bias changes the distribution that training would have to rebuild; leave it out" + OR_CLAIM,
     "echo": "the prompt is not sampled; put it before the reply yourself",
     "best_of": "ask for n choices and choose yourself",
     "reasoning_effort": "the model's own template decides how it thinks; leave it out",
@@ -149,6 +152,14 @@ def temperature(raw: Mapping[str, Any]) -> float:
             param="temperature",
         )
     return float(value)
+
+
+def overridden(raw: Mapping[str, Any], sampling: SamplingOverride | None) -> Mapping[str, Any]:
+    """A body whose fields of sampling are those of its episode's claim: others that shape the distribution are gone."""
+    if sampling is None:
+        return raw
+    kept = {name: value for name, value in raw.items() if name not in SAMPLING_NEUTRAL}
+    return {**kept, "temperature": sampling.temperature}
 
 
 def stops(raw: Mapping[str, Any], name: str = "stop") -> tuple[str, ...]:
