@@ -378,7 +378,7 @@ def find_run(session: Session, text: str) -> str:
 
 
 def find_single_run(session: Session, run_dir: Path, home: Path) -> tuple[Experiment, Blueprint] | None:
-    """The run of its own (`create_single_run`) whose files lie in a folder, whatever its home was called then.
+    """The newest run of its own (`create_single_run`) whose files lie in a folder, whatever its home was called then.
 
     Args:
         run_dir: with no symbolic link in it.
@@ -389,11 +389,20 @@ def find_single_run(session: Session, run_dir: Path, home: Path) -> tuple[Experi
         .where(
             col(Experiment.key).startswith(SINGLE_KEY), col(Experiment.run_dir).endswith(run_dir.name, autoescape=True)
         )
+        .order_by(col(Experiment.id).desc())
     )
     for run, blueprint in rows:
         if run.run_dir is not None and place(run.run_dir, home).resolve() == run_dir:
             return run, blueprint
     return None
+
+
+def is_measured(session: Session, experiment_id: str) -> bool:
+    """Whether a run has a number: a metric of an update, or an evaluation."""
+    return any(
+        session.exec(select(table.id).where(table.experiment_id == experiment_id).limit(1)).first()
+        for table in (MetricPoint, EvalRun)
+    )
 
 
 def _place(stored: str | None, home: Path | None) -> str | None:

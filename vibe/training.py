@@ -27,7 +27,7 @@ from experiments_db.errors import ExperimentsDbError
 from experiments_db.home import HOME_VARIABLE, home_folder, place, stored
 from experiments_db.models import JobState, StudyKind
 from experiments_db.plots import plot_runs
-from experiments_db.queries import HELD_OUT, find_single_run
+from experiments_db.queries import HELD_OUT, find_single_run, is_measured
 from experiments_db.ulid import new_ulid
 from experiments_db.writes import SINGLE_KEY, Attempt, begin_attempt, create_single_run, record_job
 from swarm_engine.signals import ending_signals, leave_dead_terminal
@@ -115,6 +115,8 @@ def begin(database: Database, request: Request, written: Written, run_dir: Path)
 def recorded_as(session: Session, run_dir: Path, words: Sequence[str], home: Path) -> tuple[str, list[str]]:
     """The key and the command of a run's rows: those it has, where the command there comes to the same, else new ones.
 
+    Rows with numbers that the folder knows nothing of are of a run whose folder was removed; this one is another.
+
     Args:
         words: of the command as it is started now.
     """
@@ -126,6 +128,8 @@ def recorded_as(session: Session, run_dir: Path, words: Sequence[str], home: Pat
     now = [PYTHON, *map(as_stored, words[1:])]
     if found := find_single_run(session, run_dir, home):
         run, blueprint = found
+        if is_measured(session, run.id) and not any(read(run_dir / RECORD_FILE)):
+            return f"{stored(run_dir, home)} {new_ulid()}", now
         then = [str(word) for word in blueprint.command]
         is_same = [PYTHON, *map(as_stored, then[1:])] == now
         return run.key.removeprefix(SINGLE_KEY), then if is_same else now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import stat
 import subprocess
 import sys
@@ -10,13 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from experiments_db.engine import open_database
 from experiments_db.errors import FullError
+from experiments_db.models import MetricPoint
 from vibe.errors import TrainingFailedError, UsageError
 from vibe.project import RESULTS_FILE, game_of, project_for
+from vibe.record import RECORD_FILE
 from vibe.render import render, write
 from vibe.run_folder import locked, make_folder, refuse_if_taken
 from vibe.runtime import Run, main
-from vibe.training import going_on_in
+from vibe.training import begin, going_on_in
+from vibe.writing import Request, write_from_words
 
 HOLDER = """
 import sys
@@ -106,3 +111,28 @@ def test_a_folder_outside_the_home_is_made_as_the_system_makes_them(
     make_folder(tmp_path / "projects")
     assert mode_of(tmp_path / "projects") == mode_of(tmp_path / "usual")
     assert not (tmp_path / "home").exists()
+
+
+def test_a_folder_that_was_removed_and_named_again_begins_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A3R_HOME", str(tmp_path / "home"))
+    request = Request("Play tic-tac-toe against a random opponent", as_json=True)
+    run_dir = tmp_path / "run"
+    with open_database() as database:
+
+        def begun() -> str:
+            run_dir.mkdir(exist_ok=True)
+            return begin(database, request, write_from_words(request), run_dir)[0]
+
+        first = begun()
+        assert begun() == first, "the command was killed before it measured anything"
+        with database.write() as session:
+            session.add(MetricPoint(experiment_id=first, name="reward_mean", step=1, wall_s=1.0, value=0.5))
+        (run_dir / RECORD_FILE).write_text('{"event": "begin"}\n')
+        assert begun() == first
+        shutil.rmtree(run_dir)
+        second = begun()
+        assert second != first
+        (run_dir / RECORD_FILE).write_text('{"event": "begin"}\n')
+        assert begun() == second
