@@ -108,14 +108,14 @@ async def _listening(process: asyncio.subprocess.Process, run_dir: Path) -> dict
             f"the swarm did not listen within {LISTEN_TIMEOUT_S:.0f} s; is the machine busy?\n"
             + tail(run_dir / "server.log")
         ) from None
-    if not line:
-        code = await process.wait()
-        said = tail(run_dir / "server.log")
-        if code == UsageError.exit_code:
-            raise UsageError(f"the swarm refused to start in {run_dir}.\n{said}")
-        raise SwarmFailedError(f"the swarm ended with code {code} before it listened.\n{said}")
-    event: dict[str, str] = json.loads(line)
-    return event
+    event: dict[str, str] = json.loads(line) if line else {}
+    if event.get("event") == "listening":
+        return event
+    code = await process.wait()
+    said = event.get("message") or tail(run_dir / "server.log")
+    if code == UsageError.exit_code:
+        raise UsageError(f"the swarm refused to start in {run_dir}.\n{said}")
+    raise SwarmFailedError(f"the swarm ended with code {code} before it listened.\n{said}")
 
 
 async def _discard(stream: asyncio.StreamReader) -> None:

@@ -24,7 +24,7 @@ from sqlmodel import Session
 
 from experiments_db.engine import Database, default_url, open_database
 from experiments_db.errors import ExperimentsDbError
-from experiments_db.home import HOME_VARIABLE, home_folder, place, stored
+from experiments_db.home import HOME_VARIABLE, home_folder, stored
 from experiments_db.models import JobState, StudyKind
 from experiments_db.plots import plot_runs
 from experiments_db.queries import HELD_OUT, find_single_run, is_measured
@@ -113,27 +113,21 @@ def begin(database: Database, request: Request, written: Written, run_dir: Path)
 
 
 def recorded_as(session: Session, run_dir: Path, words: Sequence[str], home: Path) -> tuple[str, list[str]]:
-    """The key and the command of a run's rows: those it has, where the command there comes to the same, else new ones.
+    """The key and the command of a run's rows: those it was begun with, wherever the project and the home lie by now.
 
     Rows with numbers that the folder knows nothing of are of a run whose folder was removed; this one is another.
 
     Args:
         words: of the command as it is started now.
     """
-
-    def as_stored(word: str) -> str:
-        return stored(place(word, home), home) if Path(word).is_absolute() else word
-
-    # The interpreter may be another one than when the run began.
-    now = [PYTHON, *map(as_stored, words[1:])]
+    key = stored(run_dir, home)
     if found := find_single_run(session, run_dir, home):
         run, blueprint = found
-        if is_measured(session, run.id) and not any(read(run_dir / RECORD_FILE)):
-            return f"{stored(run_dir, home)} {new_ulid()}", now
-        then = [str(word) for word in blueprint.command]
-        is_same = [PYTHON, *map(as_stored, then[1:])] == now
-        return run.key.removeprefix(SINGLE_KEY), then if is_same else now
-    return stored(run_dir, home), now
+        if any(read(run_dir / RECORD_FILE)) or not is_measured(session, run.id):
+            return run.key.removeprefix(SINGLE_KEY), [str(word) for word in blueprint.command]
+        key = f"{key} {new_ulid()}"
+    # The interpreter may be another one when the run goes on.
+    return key, [PYTHON, *(stored(Path(word), home) if Path(word).is_absolute() else word for word in words[1:])]
 
 
 def command(request: Request, written: Written, run_dir: Path) -> list[str]:

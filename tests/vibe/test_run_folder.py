@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import shutil
 import stat
@@ -14,6 +15,7 @@ import pytest
 from experiments_db.engine import open_database
 from experiments_db.errors import FullError
 from experiments_db.models import MetricPoint
+from vibe.embedded import embedded_swarm
 from vibe.errors import TrainingFailedError, UsageError
 from vibe.project import RESULTS_FILE, game_of, project_for
 from vibe.record import RECORD_FILE
@@ -21,7 +23,7 @@ from vibe.render import render, write
 from vibe.run_folder import locked, make_folder, refuse_if_taken
 from vibe.runtime import Run, main
 from vibe.training import begin, going_on_in
-from vibe.writing import Request, write_from_words
+from vibe.writing import Request, take, write_from_words
 
 HOLDER = """
 import sys
@@ -136,3 +138,27 @@ def test_a_folder_that_was_removed_and_named_again_begins_another_run(
         assert second != first
         (run_dir / RECORD_FILE).write_text('{"event": "begin"}\n')
         assert begun() == second
+
+
+def test_a_run_whose_project_was_moved_goes_on_under_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A3R_HOME", str(tmp_path / "home"))
+    write(render(project_for(game_of("tictactoe"))), tmp_path / "project")
+    request = Request("", project=tmp_path / "project", as_json=True)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with open_database() as database:
+        first, _ = begin(database, request, take(request, tmp_path / "project"), run_dir)
+        moved = (tmp_path / "project").rename(tmp_path / "elsewhere")
+        again, _ = begin(database, request, take(request, moved), run_dir)
+    assert again == first
+
+
+def test_a_swarm_that_refuses_its_folder_says_why(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").write_text("no journal")
+
+    async def start() -> None:
+        async with embedded_swarm(tmp_path):
+            pass
+
+    with pytest.raises(UsageError, match=r"refused to start in .*\n.*journal.db"):
+        asyncio.run(start())
