@@ -36,6 +36,7 @@ from swarm_engine.errors import (
     ServerClosingError,
     SwarmEngineError,
     WorkerDiedError,
+    shown,
 )
 from swarm_engine.folders import Checkpoint, find_checkpoints, remove_partial
 from swarm_engine.health import warnings_of
@@ -68,6 +69,8 @@ STOP_TIMEOUT_S = 120.0
 again from the journal at the next start."""
 CLOSE_TIMEOUT_S = 5.0
 """The same for a server that is going down, whose parent may not wait longer."""
+MAX_EXPORT_BYTES = 200
+"""Of an export's name: file systems take 255, and what is being written has a longer one."""
 
 CHANGEABLE_TRAINER_FIELDS = {"best_by", "checkpoint_every", "checkpoint_required", "keep_last", "microbatch_tokens"}
 """Trainer fields that a later start may change; the others are part of what the journal replays."""
@@ -607,8 +610,12 @@ class Engine:
         if policy not in (served := tuple((self._config or EngineConfig()).policies)):
             there = ", ".join(map(repr, served))
             raise NotFoundError(f"policy {policy!r} is not served here", f"this server has {there}")
-        if not name.isprintable() or name.startswith(".") or Path(name).name != name:
-            raise BadRequestError(f"export name {name!r} is no plain folder name", "it becomes a folder under exports/")
+        is_plain = name.isprintable() and not name.startswith(".") and Path(name).name == name
+        if not is_plain or len(name.encode()) > MAX_EXPORT_BYTES:
+            raise BadRequestError(
+                f"export name {shown(name)} is no plain folder name",
+                f"it becomes a folder under exports/ and has at most {MAX_EXPORT_BYTES} bytes",
+            )
         folder = self.run_dir / "exports" / name
         async with self._folders:
             if os.path.lexists(folder):
