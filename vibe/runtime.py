@@ -648,7 +648,7 @@ def main(train: Callable[[Run], Coroutine[Any, Any, None]], *, project_of: str) 
     except (VibeError, SwarmError, ExperimentsDbError) as error:
         print(f"error: {error}", file=sys.stderr)
         # Not after what the same command would meet again.
-        if settings and not isinstance(error, (UsageError, TooSmallError, GameError)):
+        if settings and not isinstance(error, (UsageError, TooSmallError, GameError, StuckError)):
             print(how_to_go_on(settings.run_dir), file=sys.stderr)
         return getattr(error, "exit_code", 1)
     except BrokenPipeError:
