@@ -130,7 +130,7 @@ class Refusals:
 
     num_refused: int = 0
     last_refusal: str | None = None
-    """What the last one was told, after its HTTP status; None where there was none."""
+    """What the last one was told, after its HTTP status, in one line; None where there was none."""
 
     def __bool__(self) -> bool:
         return self.num_refused > 0
@@ -140,7 +140,8 @@ class Refusals:
         told = well_formed(f"{status}: {message}")
         if len(told) > MAX_REFUSAL_CHARS:
             told = told[: MAX_REFUSAL_CHARS - 2] + " …"
-        return Refusals(self.num_refused + 1, told)
+        # It may quote what the caller sent: line breaks, a terminal's control sequences, zero bytes.
+        return Refusals(self.num_refused + 1, "".join(char if char.isprintable() else " " for char in told))
 
 
 @dataclass(frozen=True, slots=True)

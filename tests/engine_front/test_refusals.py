@@ -119,6 +119,16 @@ def test_what_is_kept_of_a_refusal_is_short() -> None:
     assert Refusals().and_one(400, "\ud800").last_refusal == "400: \ufffd"
 
 
+def test_what_a_caller_sent_moves_no_cursor_where_its_refusal_is_shown(serving: Callable[..., Served]) -> None:
+    """A field's name is quoted as it came; no text column of PostgreSQL takes its zero byte."""
+    with serving().client() as client:
+        client.start(SMALL, wait=True)
+        with client.episode("a", mode=Mode.EVAL) as episode:
+            assert ask(episode, messages=HI, **{"a\x1b[2J\nb\x00c\u2028d": 1}) == 400
+            result = episode.end(reward=1.0)
+    assert result.last_refusal == "400: a [2J b c d is not taken by this server; leave it out"
+
+
 @pytest.mark.parametrize(
     ("payload", "said"),
     [
