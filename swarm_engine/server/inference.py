@@ -212,7 +212,7 @@ class InferenceApp:
     def _count(self, body: bytes, episode: LiveEpisode, target: Target) -> int:
         model, asked, tools = messages.parse_count(read_json(body))
         policy = choose_policy(model, episode.policies, episode.models)
-        agent = choose_agent(target.agent, model)
+        agent = choose_agent(target.agent, model, episode.models)
         episode.check_agent(agent)
         return len(episode.trackers[policy].draft(agent, asked, tools).prompt_ids)
 
@@ -220,7 +220,7 @@ class InferenceApp:
         raw = overridden(read_json(body), episode.sampling)
         request = DIALECTS[target.route].parse(raw, episode)
         policy = choose_policy(request.model, episode.policies, episode.models)
-        agent = choose_agent(target.agent, request.model)
+        agent = choose_agent(target.agent, request.model, episode.models)
         return request, episode.draft(policy, agent, request.call)
 
     async def _ask(
@@ -402,8 +402,8 @@ def choose_policy(model: str, served: Mapping[str, ServedPolicy], routed: Mappin
         NotFoundError: there are several, and it names none of them.
     """
     name = model.rpartition("@")[0] if "@" in model else model
-    if name in routed:
-        return routed[name]
+    if (route := routed.get(model, routed.get(name))) is not None:
+        return route
     if name in served:
         return name
     others = [policy for policy in served if policy not in routed.values()] or list(served)
@@ -414,13 +414,15 @@ def choose_policy(model: str, served: Mapping[str, ServedPolicy], routed: Mappin
     raise NotFoundError(what, way_out, code="model_not_found", param="model")
 
 
-def choose_agent(from_path: str | None, model: str) -> str:
+def choose_agent(from_path: str | None, model: str, routed: Mapping[str, str]) -> str:
     """The agent of a call: from `…/agents/AGENT`, from `POLICY@AGENT`, or the default one.
 
+    Args:
+        routed: policy by each name that the claim routes; an @ in one of these is part of the name, as in vendors'.
     Raises:
         BadRequestError: the two name different agents, or the name is no name.
     """
-    _, at, from_model = model.rpartition("@")
+    _, at, from_model = ("" if model in routed else model).rpartition("@")
     if at and from_path is not None and from_path != from_model:
         raise BadRequestError(
             f"the path names agent {from_path!r}, the model {from_model!r}", "name it in one place", param="model"

@@ -1570,7 +1570,7 @@ def prepare(front: Front, route: str, content: bytes, live: LiveEpisode) -> None
         live.trackers["policy"].draft("main", messages, tools)
         return
     request = DIALECTS[route].parse(raw, live)
-    choose_agent(None, request.model)
+    choose_agent(None, request.model, {})
     codec = front.engine.loaded.policies["policy"].codec
     _grammar(codec, request.call, live.draft("policy", "main", request.call))
     live._seed(0, live.trackers["policy"].draft_ids("main", [97]), request.call.seed, 0)

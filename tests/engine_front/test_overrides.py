@@ -23,6 +23,13 @@ BODIES: dict[str, dict[str, Any]] = {
     "responses": {"input": "hi", "max_output_tokens": 9},
     "messages": {"messages": HI, "max_tokens": 9},
 }
+AGENTS: dict[str, dict[str, Any]] = {
+    "aider": {"temperature": 0, "stream": True},
+    "browser-use": {"temperature": 0.2, "frequency_penalty": 0.3, "max_completion_tokens": 4096},
+    "gptme": {"temperature": 0.0, "top_p": 0.1},
+    "lm-eval": {"temperature": 0.0, "max_tokens": 256, "stop": ["\n\n"], "seed": 1234},
+}
+"""What these send beside the conversation where nobody sets anything."""
 TWO = {**SMALL, "policies": {"learner": {}, "old": {"trainable": False}}}
 
 
@@ -50,6 +57,16 @@ def test_a_claim_goes_before_what_every_api_asks_for(engine: Served, route: str)
         assert [block["untrained_because"] for block in sampled(client, episode)] == [None]
         assert ask(episode, route, **BODIES[route], nonsense=1).status_code == 400, "the rest is read as ever"
         episode.end(reward=0.0)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_what_agents_send_by_default_is_trained_to_the_last_token(engine: Served, agent: str) -> None:
+    with engine.client() as client, client.episode("a", mode=Mode.EVAL, sampling={"temperature": 1}) as episode:
+        assert ask(episode, "chat/completions", messages=HI, **AGENTS[agent]).status_code == 200
+        (block,) = sampled(client, episode)
+        episode.end(reward=0.0)
+    assert block["untrained_because"] is None
+    assert all(block["loss_mask"])
 
 
 @pytest.mark.parametrize("route", BODIES)
@@ -105,6 +122,23 @@ def test_calls_by_a_name_that_the_claim_routes_are_answered_by_the_frozen_policy
     ):
         client.episode("a", mode=Mode.EVAL, models={"titles": "new"})
     assert no.value.status == 404
+
+
+def test_a_routed_name_may_have_an_at_sign_of_its_own(two: Served) -> None:
+    """As vendors' names have; what is behind it is no agent then."""
+    models = {"claude@20240620": "old", "claude": "learner"}
+    with two.client() as client, client.episode("a", models=models, mode=Mode.EVAL) as episode:
+        told = [
+            ask(episode, "chat/completions", messages=HI, model=model).json()["model"]
+            for model in ("claude@20240620", "claude@critic")
+        ]
+        spoke = {(line["policy"], line["agent"]) for line in client.timelines(episode.episode_id)}
+        shown = httpx.get(f"{episode.base_url}/models/claude@20240620", headers={"x-api-key": episode.api_key})
+        assert ask(episode, "messages/count_tokens", messages=HI, model="claude@20240620").status_code == 200
+        episode.end(reward=1.0)
+    assert told == ["old", "learner"]
+    assert spoke == {("old", "main"), ("learner", "critic")}
+    assert shown.json()["id"] == "old"
 
 
 def test_a_run_gives_every_episode_the_same(two: Served) -> None:
