@@ -271,7 +271,7 @@ def test_checkpoints_come_every_so_many_updates_and_a_start_loads_the_last(servi
             client.export("policy", "mine")
         assert (refused.value.status, refused.value.code) == (409, "export_exists")
         for name in ("../mine", "mine\0", "m" * 201):
-            with pytest.raises(SwarmRequestError, match="no plain folder name.*at most 200 bytes"):
+            with pytest.raises(SwarmRequestError, match=r"no plain folder name.*at most 200 bytes"):
                 client.export("policy", name)
         play(client, "a", "b")
         wait_for_step(client, 4)
