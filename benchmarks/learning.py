@@ -31,7 +31,7 @@ from vibe import library, render, warmup
 from vibe.project import ProjectSpec, Training, game_of, project_for
 
 GAMES = ("tictactoe", "spy")
-NUM_SEEDS = 3
+NUM_SEEDS = 5
 MIN_RISE, MIN_RISE_OVER_SEEDS, MAX_SHUFFLED_RISE, MAX_WALL_S = 0.2, 0.1, 0.05, 180.0
 """What is promised: in every seed, at the lower end over the seeds, at most with shuffled rewards, for one run."""
 LEGEND = """\
@@ -96,9 +96,9 @@ def learning(bench: Bench, game: str) -> Iterator[Row]:
 
 
 def shuffled(bench: Bench, game: str) -> Iterator[Row]:
-    """The control: the same rewards in other hands."""
+    """The control: the same rewards in other hands, to the last update, whatever becomes of the policy."""
     _, project = bench.project(game)
-    runs = [bench.train(project, f"{game}-shuffled", seed, "--shuffle-rewards") for seed in bench.seeds]
+    runs = [bench.train(project, f"{game}-shuffled", seed, "--shuffle-rewards", "--go-on") for seed in bench.seeds]
     for temperature, how in ((1, "temperature 1"), (0, "greedy")):
         rises = [run.rise(temperature) for run in runs]
         yield bench.row(f"{game}, shuffled rewards", f"rise, {how}", over_seeds(rises))
@@ -136,11 +136,12 @@ def clone_on(spec: ProjectSpec, data: Sequence[ClonedText], seed: int, folder: P
     policy = load_policy(resolve(library.load(spec.template).start_weights, NOWHERE))
     trainer = spec.config.trainer.resolved(ModelKind.EMBEDDED, has_lora=False)
     assert trainer.learning_rate is not None
+    assert trainer.warmup_updates is not None
     recipe = Recipe(
         num_updates=spec.training.updates,
         batch_size=trainer.group_size * trainer.tasks_per_update,
         learning_rate=trainer.learning_rate,
-        num_warmup_updates=0,
+        num_warmup_updates=trainer.warmup_updates,
         weight_decay=trainer.weight_decay,
     )
     clone(policy.model, data, recipe, seed)
