@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ SENTENCES = (
 )
 
 
-def build_tokenizer(folder: Path, vocab_size: int = 900) -> None:
+def build_tokenizer(folder: Path, vocab_size: int = 900, sentences: Sequence[str] = SENTENCES) -> None:
     """Write a byte-level BPE tokenizer of at most `vocab_size` ids, its config and chat template into `folder`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -32,7 +33,7 @@ def build_tokenizer(folder: Path, vocab_size: int = 900) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.train_from_iterator(sentences, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -61,7 +62,9 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def build_tiny_model(folder: Path, seed: int = 0, spread: float = 0.1, **changes: Any) -> Path:
+def build_tiny_model(
+    folder: Path, seed: int = 0, spread: float = 0.1, sentences: Sequence[str] = SENTENCES, **changes: Any
+) -> Path:
     """Write a whole policy into `folder` and return it. `spread` is the deviation of the weights."""
     import torch
     from safetensors.torch import save_file
@@ -71,7 +74,7 @@ def build_tiny_model(folder: Path, seed: int = 0, spread: float = 0.1, **changes
     folder.mkdir(parents=True, exist_ok=True)
     config = tiny_config(**changes)
     (folder / "config.json").write_text(json.dumps(config))
-    build_tokenizer(folder, config["vocab_size"])
+    build_tokenizer(folder, config["vocab_size"], sentences)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: torch.randn(view.shape, generator=generator) * spread + ("norm" in name)
