@@ -16,8 +16,13 @@ FRAMEWORKS := $(VENV)-frameworks
 VLLM := $(VENV)-vllm
 RAY := $(VENV)-ray
 TRL := $(VENV)-trl
+CLIENTS := $(VENV)-clients
+OPENHANDS := $(VENV)-openhands
+# OpenHands' SDK needs a newer Python than A3R does, pyenv's too; where there is none its test is skipped.
+OPENHANDS_PYTHON ?= $(shell for python in python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23].*/bin/python); \
+	do $$python -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)
 
-.PHONY: install frameworks vllm ray trl research test test-heavy check format clean
+.PHONY: install frameworks vllm ray trl clients research test test-heavy check format clean
 
 install: $(VENV)/installed-engine
 
@@ -29,6 +34,8 @@ ray: $(RAY)/installed
 
 trl: $(TRL)/installed
 
+clients: $(CLIENTS)/installed $(if $(OPENHANDS_PYTHON),$(OPENHANDS)/installed)
+
 research: $(VENV)/installed-engine
 	$(BIN)/a3r research --yes "$(QUESTION)"
 
@@ -39,11 +46,14 @@ test: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup -m "not heavy and not gpu" $(TESTS)
 
 # What needs more than the core environment: a PostgreSQL server (Debian's package, installed where it is missing),
-# agents in the frameworks that people use, vLLM, a Ray cluster on this machine and TRL, the last four in environments of
-# their own. vLLM's has an older transformers, so what depends on that runs there too.
-test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed $(VLLM)/installed $(RAY)/installed $(TRL)/installed
+# agents in the frameworks that people use, clients that people run, Node's among them, vLLM, a Ray cluster on this
+# machine and TRL, the last five in environments of their own. vLLM's has an older transformers, so what depends on that
+# runs there too.
+test-heavy: $(VENV)/installed-dev $(FRAMEWORKS)/installed clients $(VLLM)/installed $(RAY)/installed $(TRL)/installed
 	OMP_NUM_THREADS=1 scripts/with_postgres $(BIN)/pytest -m heavy tests/experiments_db
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/pytest -m heavy tests/frameworks
+	A3R_CLIENTS=$(abspath $(CLIENTS)) A3R_OPENHANDS_PYTHON=$(abspath $(wildcard $(OPENHANDS)/bin/python)) \
+		OMP_NUM_THREADS=1 $(BIN)/pytest -m heavy tests/clients
 	A3R_VLLM_PYTHON=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m heavy tests/vllm
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/engine_worker/test_models.py tests/engine_worker/test_tree.py
 	A3R_VLLM_PYTHON=$(abspath $(VLLM))/bin/python OMP_NUM_THREADS=1 $(RAY)/bin/pytest -m heavy tests/ray
@@ -60,7 +70,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) $(VLLM) $(RAY) $(TRL) build dist
+	rm -rf $(VENV) $(FRAMEWORKS) $(VLLM) $(RAY) $(TRL) $(CLIENTS) $(OPENHANDS) tests/clients/node_modules build dist
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -91,4 +101,20 @@ $(VLLM)/installed: constraints-vllm.txt
 		--constraint constraints-vllm.txt torch
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--no-deps --requirement constraints-vllm.txt
+	@touch $@
+
+# The lists are whole. Node comes as a wheel, so that no machine has another one. Not `npm ci`, which asks for packages of
+# other platforms in the lock too.
+$(CLIENTS)/installed: constraints-clients.txt tests/clients/package-lock.json
+	@echo "Installing clients into $(CLIENTS) and tests/clients/node_modules: 2 GB."
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--no-deps --requirement constraints-clients.txt
+	PATH=$(abspath $(CLIENTS))/bin:$$PATH npm install --no-save --prefix tests/clients --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(OPENHANDS)/installed: constraints-openhands.txt
+	$(OPENHANDS_PYTHON) -m venv $(OPENHANDS)
+	$(OPENHANDS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--no-deps --requirement constraints-openhands.txt
 	@touch $@

@@ -45,13 +45,16 @@ MAY_NEED = {
     "scripts": ("engine", "frameworks"),
     "benchmarks": ("engine", "frameworks", "trl", "vllm"),
     "tests": ("engine", "postgres", "dev"),
+    "tests/clients": ("engine", "dev"),
     "tests/frameworks": ("engine", "frameworks", "dev"),
     "tests/ray": ("engine", "ray", "dev"),
     "tests/trl": ("engine", "trl", "dev"),
     "tests/vllm": ("engine", "vllm", "dev"),
 }
 """Extras whose packages a folder imports, beside those of every installation; a folder inside of it has its own."""
-DISTRIBUTIONS = {"agents": "openai-agents", "pydantic_ai": "pydantic-ai-slim"}
+LISTS = {"tests/clients": ("constraints-clients.txt", "constraints-openhands.txt")}
+"""Lists of the environments in which a folder's programs run."""
+DISTRIBUTIONS = {"agents": "openai-agents", "openhands": "openhands-sdk", "pydantic_ai": "pydantic-ai-slim"}
 """Of modules with another name."""
 NOT_IMPORTED = {"anthropic", "openai"}
 """Installed for the agents that people train."""
@@ -127,6 +130,8 @@ def declared(*extras: str) -> set[str]:
 def test_whatever_is_imported_is_declared(folder: str) -> None:
     """What another package happens to bring may be gone with its next version."""
     there = declared(*MAY_NEED[folder])
+    for name in LISTS.get(folder, ()):
+        there |= set(re.findall(r"^([\w.-]+)==", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE))
     assert {name: where for name, where in needs_of(folder).items() if name not in there} == {}
 
 
