@@ -96,7 +96,7 @@ class Untrained(StrEnum):
     UNUSED_RETRY = "unused_retry"
     """Its caller asked the same again and went on from another reply."""
     CONSTRAINED = "constrained"
-    """Sampled under a grammar, so from another distribution than the policy's own."""
+    """Sampled under a grammar or through `LogitsProcessors`, so from another distribution than the policy's own."""
     FROZEN = "frozen"
     """Its policy is never trained."""
 
@@ -145,8 +145,30 @@ class Refusals:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitsProcessors:
+    """What is done to the logits before a token is drawn, in this order: bias, penalties, temperature, truncation."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these token ids."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens of the prompt and the reply, and multiplies negative ones."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token of the reply."""
+    frequency_penalty: float = 0.0
+    """Subtracted as often as the token stands in the reply."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are ruled out."""
+    top_k: int = 0
+    """Only so many of the likeliest are left; all at 0 and -1."""
+    top_p: float = 1.0
+    """Only the likeliest that together reach this probability are left, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What the sampler is asked for. The distribution sampled from is softmax(logits / temperature)."""
+    """What the sampler is asked for. The distribution sampled from is softmax(logits / temperature), after what is done
+    to the logits.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -155,6 +177,8 @@ class SamplingParams:
     """Seeds this request's own random stream; see `swarm_engine.seeding`."""
     top_logprobs: int = 0
     """How many of the likeliest tokens to report at each place beside the one sampled."""
+    processors: LogitsProcessors | None = None
+    """A call with any is recorded and never trained."""
 
 
 @dataclass(frozen=True, slots=True)

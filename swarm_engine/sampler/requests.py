@@ -12,6 +12,10 @@ def refusal_of(request: Generate, vocab_size: int, max_context: int) -> Rejected
         if (strange := next((token for token in ids if not 0 <= token < vocab_size), None)) is not None:
             why = f"token id {strange} is outside the vocabulary of {vocab_size}"
             return Rejected(request.request_id, why, param)
+    biased = request.params.processors.logit_bias if request.params.processors is not None else ()
+    if (strange := next((token for token, _ in biased if not 0 <= token < vocab_size), None)) is not None:
+        why = f"token id {strange} is outside the vocabulary of {vocab_size}"
+        return Rejected(request.request_id, why, "logit_bias")
     problem = _problem(request, vocab_size, max_context)
     return None if problem is None else Rejected(request.request_id, problem)
 

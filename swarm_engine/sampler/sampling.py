@@ -8,12 +8,16 @@ change it. Tokens come from the inverse of the cumulative distribution, in two l
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+from swarm_engine.types import LogitsProcessors
 
 BLOCK = 512
 """Tokens whose probability is summed before any of them is looked at."""
@@ -62,6 +66,45 @@ def choose(
     if forced_B is not None:
         tokens_B = torch.where(forced_B >= 0, forced_B, tokens_B)
     return tokens_B, logprobs_B_V.gather(1, tokens_B.unsqueeze(1)).squeeze(1), logprobs_B_V
+
+
+def process(
+    logits_V: Tensor,
+    processors: LogitsProcessors,
+    temperature: float,
+    prompt_ids: Sequence[int],
+    reply_ids: Sequence[int],
+) -> Tensor:
+    """The logits of one row after its processors, float32, minus infinity where a token is ruled out.
+
+    They are in the order of vLLM, so that the backends agree: bias, penalties, and under the temperature min-p, top-k,
+    top-p. The likeliest token is never ruled out; a greedy row needs no truncation.
+    """
+    logits_V = logits_V.float().clone()
+    for token, bias in processors.logit_bias:
+        logits_V[token] += bias
+    if processors.repetition_penalty != 1:
+        seen_S = torch.tensor(sorted({*prompt_ids, *reply_ids}), device=logits_V.device)
+        seen_logits_S, penalty = logits_V[seen_S], processors.repetition_penalty
+        logits_V[seen_S] = torch.where(seen_logits_S > 0, seen_logits_S / penalty, seen_logits_S * penalty)
+    if reply_ids:
+        tokens, counts = zip(*Counter(reply_ids).items(), strict=True)
+        tokens_S, counts_S = (torch.tensor(one, device=logits_V.device) for one in (tokens, counts))
+        logits_V[tokens_S] -= processors.presence_penalty + processors.frequency_penalty * counts_S
+    if temperature == 0:
+        return logits_V
+    logprobs_V = (logits_V / temperature).log_softmax(-1)
+    if processors.min_p > 0:
+        logprobs_V[logprobs_V < logprobs_V.max() + math.log(processors.min_p)] = -math.inf
+    if 0 < processors.top_k < len(logprobs_V):
+        logprobs_V[logprobs_V < logprobs_V.topk(processors.top_k).values[-1]] = -math.inf
+    if processors.top_p < 1:
+        descending_V, order_V = logprobs_V.log_softmax(-1).sort(descending=True, stable=True)
+        probs_V = descending_V.exp()
+        is_beyond_V = probs_V.cumsum(-1) - probs_V >= processors.top_p
+        is_beyond_V[0] = False
+        logprobs_V[order_V[is_beyond_V]] = -math.inf
+    return logits_V.masked_fill(logprobs_V == -math.inf, -math.inf)
 
 
 def likeliest(logprobs_V: Tensor, count: int) -> tuple[tuple[int, float], ...]:

@@ -33,7 +33,7 @@ from swarm_engine.sampler import Reply
 from swarm_engine.sampler.cache import KeyValueCache
 from swarm_engine.sampler.grammar import Constraint, Grammars
 from swarm_engine.sampler.requests import refusal_of
-from swarm_engine.sampler.sampling import choose, likeliest, uniforms
+from swarm_engine.sampler.sampling import choose, likeliest, process, uniforms
 from swarm_engine.types import FinishReason
 
 PREFILL_TOKENS = 2048
@@ -320,6 +320,7 @@ class SlotSampler:
             forced_B = self._there(np.array([script[count] for script, count in zip(scripts, counts_B, strict=True)]))
         logits_B_V = self._model.logits(hidden_B_C)
         problems = _rule_out(requests, logits_B_V)
+        logits_B_V = _process(requests, logits_B_V)
         tokens_B, logprobs_B, logprobs_B_V = choose(
             logits_B_V,
             self._there(self._temperatures_S[slots_B]),
@@ -399,6 +400,24 @@ def _rule_out(requests: Sequence[Running], logits_B_V: Tensor) -> dict[int, str]
     return problems
 
 
+def _process(requests: Sequence[Running], logits_B_V: Tensor) -> Tensor:
+    """The logits after the processors of each request; rows without any hold the same numbers as before."""
+    if all(running.request.params.processors is None for running in requests):
+        return logits_B_V
+    logits_B_V = logits_B_V.float()
+    for place, running in enumerate(requests):
+        params = running.request.params
+        if params.processors is not None:
+            logits_B_V[place] = process(
+                logits_B_V[place],
+                params.processors,
+                params.temperature,
+                running.request.prompt_ids,
+                running.token_ids,
+            )
+    return logits_B_V
+
+
 def _problem_at_end(constraint: Constraint) -> str | None:
     """Why a script can't end here; None where it can."""
     try:
@@ -413,9 +432,12 @@ def _problem_of(running: Running, token: int, logprob: float) -> str | None:
     """Why a token can't be taken; None where it can."""
     if logprob == logprob and logprob != float("-inf"):
         return None
-    if running.constraint is not None and running.request.script is not None and logprob == float("-inf"):
-        place = len(running.token_ids)
-        return (
-            f"token {token}, number {place} of the script, is not allowed there by the grammar; play one that fits it"
-        )
+    if running.request.script is not None and logprob == float("-inf"):
+        place, ruled_out = len(running.token_ids), "the grammar" if running.constraint is not None else None
+        if running.request.params.processors is not None:
+            ruled_out = "min_p, top_k or top_p" if ruled_out is None else f"{ruled_out}, min_p, top_k or top_p"
+        if ruled_out is not None:
+            return (
+                f"token {token}, number {place} of the script, is not allowed there by {ruled_out}; play one that fits"
+            )
     return f"the log-probability of token {token} is {logprob}; the policy's weights are broken"

@@ -19,11 +19,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
 from pydantic import ValidationError
@@ -44,7 +44,7 @@ from swarm_engine.sampler.vllm_messages import (
     from_vllm,
     to_vllm,
 )
-from swarm_engine.types import FinishReason
+from swarm_engine.types import FinishReason, LogitsProcessors
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, SamplingParams
@@ -62,6 +62,7 @@ PROBE_PRIORITY = -1
 MIN_LLGUIDANCE = (1, 9)
 """1.7, which vLLM asks for, does not know the bound on white space in forms."""
 MAX_SEED = (1 << 63) - 1
+LEAST_TOP_P = 1e-9
 DISCARD = 2
 """vLLM's level of sleep that keeps no copy of the weights: they are handed out anew."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -202,6 +203,7 @@ class Host:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args={KEY: request.request_id} if request.grammar is not None else None,
+            **processed(asked.processors),
         )
 
     def _cancel(self, request_id: str) -> list[Reply]:
@@ -248,6 +250,18 @@ class Host:
         self._running.pop(request_id, None)
         if follower := self._followers.pop(request_id, None):
             follower.close()
+
+
+def processed(processors: LogitsProcessors | None) -> dict[str, Any]:
+    """What is done to the logits, as vLLM takes it."""
+    if processors is None:
+        return {}
+    return {
+        **asdict(processors),
+        "logit_bias": dict(processors.logit_bias) or None,
+        # vLLM takes no 0; the likeliest token alone is more probable than this.
+        "top_p": max(processors.top_p, LEAST_TOP_P),
+    }
 
 
 installed = lru_cache(version)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +16,9 @@ from swarm_engine.models.decoder import attend_causally
 from swarm_engine.models.loading import LoadedPolicy, load_policy
 from swarm_engine.protocol import Finished, Generate, Rejected, Sampled
 from swarm_engine.sampler import Reply, cache
-from swarm_engine.sampler.sampling import BLOCK, choose, draw, uniforms
+from swarm_engine.sampler.sampling import BLOCK, choose, draw, process, uniforms
 from swarm_engine.sampler.slots import SlotSampler
-from swarm_engine.types import FinishReason, SamplingParams
+from swarm_engine.types import FinishReason, LogitsProcessors, SamplingParams
 
 NO_END = (10_000,)
 """An end id that is never sampled."""
@@ -336,3 +339,103 @@ def test_frequencies_match_the_distribution() -> None:
     assert shares[:3].tolist() == pytest.approx(expected.tolist(), abs=0.012)
     assert shares[3] == 0
     assert logprobs[tokens == 2][0].item() == pytest.approx(expected[2].log().item(), abs=1e-6)
+
+
+PLAIN = LogitsProcessors()
+
+
+def processed(
+    logits: Sequence[float], processors: LogitsProcessors, temperature: float = 1.0, **ids: Any
+) -> list[float]:
+    found = process(torch.tensor(logits), processors, temperature, ids.get("prompt_ids", ()), ids.get("reply_ids", ()))
+    return [pytest.approx(one) for one in found.tolist()]
+
+
+OUT = -math.inf
+ODDS = [math.log(share) for share in (0.1, 0.4, 0.3, 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature", "left"),
+    [
+        ({"top_k": 2}, 1.0, {1, 2}),
+        ({"top_k": 9}, 1.0, {0, 1, 2, 3}),
+        ({"top_k": -1}, 1.0, {0, 1, 2, 3}),
+        ({"top_p": 0.39}, 1.0, {1}),
+        ({"top_p": 0.41}, 1.0, {1, 2}),
+        ({"top_p": 0.75}, 1.0, {1, 2, 3}),
+        ({"top_p": 0.0}, 1.0, {1}),
+        ({"min_p": 0.45}, 1.0, {1, 2, 3}),
+        ({"min_p": 0.55}, 1.0, {1, 2}),
+        ({"min_p": 1.0}, 1.0, {1}),
+        # At half the temperature the shares are squared: 0.01, 0.16, 0.09 and 0.04 of 0.3, so .53 comes first.
+        ({"top_p": 0.5}, 0.5, {1}),
+        ({"min_p": 0.55}, 0.5, {1, 2}),
+        ({"min_p": 0.6}, 0.5, {1}),
+        # Of the three that top-k leaves the first has 4/9.
+        ({"top_k": 3, "top_p": 0.43}, 1.0, {1}),
+        ({"top_k": 3, "top_p": 0.45}, 1.0, {1, 2}),
+        # Greedy takes the likeliest whatever else is left.
+        ({"top_k": 1}, 0.0, {0, 1, 2, 3}),
+    ],
+)
+def test_truncation_leaves_the_likeliest(changes: dict[str, Any], temperature: float, left: set[int]) -> None:
+    expected = [one if token in left else OUT for token, one in enumerate(ODDS)]
+    assert processed(ODDS, replace(PLAIN, **changes), temperature) == expected
+
+
+def test_bias_and_penalties_move_the_logits_they_are_for() -> None:
+    logits = [2.0, -2.0, 1.0, 0.5]
+    ids = {"prompt_ids": (1, 2), "reply_ids": (0, 0, 3)}
+    assert processed(logits, replace(PLAIN, logit_bias=((0, 3.0), (3, -1.5)))) == [5.0, -2.0, 1.0, -1.0]
+    assert processed(logits, replace(PLAIN, presence_penalty=0.5), **ids) == [1.5, -2.0, 1.0, 0.0]
+    assert processed(logits, replace(PLAIN, frequency_penalty=0.5), **ids) == [1.0, -2.0, 1.0, 0.0]
+    assert processed(logits, replace(PLAIN, repetition_penalty=2.0), **ids) == [1.0, -4.0, 0.5, 0.25]
+    assert processed(logits, replace(PLAIN, repetition_penalty=2.0, presence_penalty=1.0), **ids) == [
+        0.0,
+        -4.0,
+        0.5,
+        -0.75,
+    ]
+
+
+def test_processors_change_their_own_request_and_no_other(tiny: LoadedPolicy) -> None:
+    prompt = words(1, 20)
+    plain, greedy = generate("plain", prompt, seed=3), generate("greedy", prompt, temperature=0.0)
+    alone = run(SlotSampler(tiny.model, NO_END), [plain, greedy])
+
+    def shaped(name: str, **changes: Any) -> Generate:
+        params = SamplingParams(8, seed=3, processors=LogitsProcessors(**changes))
+        return Generate(name, "policy", tuple(prompt), params)
+
+    requests = [
+        plain,
+        greedy,
+        shaped("first", top_k=1),
+        shaped("none"),
+        shaped("biased", logit_bias=((5, 100.0),)),
+        shaped("varied", logit_bias=((5, 40.0), (6, 30.0), (7, 20.0)), frequency_penalty=2.0, presence_penalty=2.0),
+    ]
+    found = run(SlotSampler(tiny.model, NO_END), requests)
+    assert found["plain"][0] == found["none"][0] == alone["plain"][0]
+    assert found["greedy"][0] == found["first"][0] == alone["greedy"][0]
+    assert found["first"][1] == (0.0,) * 8
+    assert found["biased"][0] == (5,) * 8
+    # Each loses 2 and 2 a time, so the second is drawn when the first stands four times.
+    assert found["varied"][0][:4] == (5,) * 4
+    assert 6 in found["varied"][0]
+
+
+def test_what_processors_rule_out_is_named_to_who_scripts_it(tiny: LoadedPolicy) -> None:
+    sampler = SlotSampler(tiny.model, NO_END, backend=SamplerBackend.SCRIPTED)
+    params = SamplingParams(8, processors=LogitsProcessors(top_k=1, logit_bias=((5, 100.0),)))
+    found = run(sampler, [Generate("a", "policy", (1, 2), params, script=(5, 6))])["a"]
+    assert found[0] == (5,)
+    assert "token 6, number 1 of the script, is not allowed there by min_p, top_k or top_p" in found[2]
+
+
+def test_a_bias_outside_the_vocabulary_is_refused_with_its_field(tiny: LoadedPolicy) -> None:
+    params = SamplingParams(8, processors=LogitsProcessors(logit_bias=((100_000, 1.0),)))
+    (refused,) = SlotSampler(tiny.model, NO_END).submit(Generate("a", "policy", (1, 2), params))
+    assert isinstance(refused, Rejected)
+    assert (refused.param, "100000" in refused.message) == ("logit_bias", True)

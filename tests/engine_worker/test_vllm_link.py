@@ -33,8 +33,8 @@ from swarm_engine.protocol import Boot, Failed, Finished, Rejected, Sampled, Sto
 from swarm_engine.sampler import Reply
 from swarm_engine.sampler.slots import SlotSampler
 from swarm_engine.sampler.vllm_link import PYTHON_VARIABLE
-from swarm_engine.sampler.vllm_process import check_llguidance
-from swarm_engine.types import FinishReason
+from swarm_engine.sampler.vllm_process import check_llguidance, processed
+from swarm_engine.types import FinishReason, LogitsProcessors
 from swarm_engine.worker import Engine
 
 CONFIG = SamplerConfig(backend=SamplerBackend.VLLM, max_running=8)
@@ -450,3 +450,19 @@ def test_an_older_llguidance_takes_no_grammars() -> None:
     check_llguidance("1.10.0")
     with pytest.raises(BadRequestError, match=r"has llguidance 1\.7\.6, .*install llguidance 1\.9"):
         check_llguidance("1.7.6")
+
+
+def test_vllm_is_told_of_processors_in_its_own_words() -> None:
+    assert processed(None) == {}
+    neutral = processed(LogitsProcessors())
+    assert neutral == {
+        "logit_bias": None,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "min_p": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
+    told = processed(LogitsProcessors(logit_bias=((5, 2.0),), top_p=0.0))
+    assert (told["logit_bias"], told["top_p"]) == ({5: 2.0}, 1e-9)
