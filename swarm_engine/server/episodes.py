@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from swarm_engine.config import SamplerBackend
 from swarm_engine.errors import BadRequestError, ContextLengthError, EpisodeLostError, NotFoundError, UnsupportedError
@@ -27,6 +28,7 @@ from swarm_engine.types import (
     DropReason,
     Episode,
     FinishReason,
+    LogitsProcessors,
     Mode,
     Outcome,
     Refusals,
@@ -123,6 +125,26 @@ ToolChoice = Auto | NoTools | Required | Named
 
 
 @dataclass(frozen=True, slots=True)
+class Effort:
+    """How much a request asks the model to reason: a hint, but where that is for its chat template to say."""
+
+    place: str
+    """Of the field that asks."""
+    is_none: bool
+    """Whether it is not to reason at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response that later requests of its episode can name."""
+
+    messages: tuple[Message, ...]
+    """The conversation up to its end, instructions not."""
+    body: Mapping[str, Any]
+    """As it was returned."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallRequest:
     """An inference request, parsed and checked."""
 
@@ -143,8 +165,8 @@ class CallRequest:
     """What the reply must follow."""
     num_choices: int = 1
     top_logprobs: int = 0
-    unthinking: str | None = None
-    """The field that forbids the model to reason; a model that does so by its template can't be served with it."""
+    effort: Effort | None = None
+    processors: LogitsProcessors | None = None
     script: Script | None = None
 
 
@@ -175,8 +197,8 @@ class LiveEpisode:
     models: Mapping[str, str] = field(default_factory=dict)
     script: deque[Script] | None = None
     """Replies that its claim gave to play and that no call has taken yet."""
-    responses: dict[str, tuple[Message, ...]] = field(default_factory=dict)
-    """The conversations that a `previous_response_id` goes on from, answers included, instructions not."""
+    responses: dict[str, StoredResponse] = field(default_factory=dict)
+    """Those that may be named again, by id."""
     asks: list[RunningAsk] = field(default_factory=list)
     """Requests whose callers wait for some of their reply."""
     refusals: Refusals = field(default_factory=Refusals)
@@ -258,12 +280,8 @@ class LiveEpisode:
         """
         self.check_agent(agent)
         served, tracker = self.policies[policy], self.trackers[policy]
-        if request.unthinking is not None and served.codec.suited(request.tools).has_reasoning:
-            raise UnsupportedError(
-                f"{request.unthinking} forbids the model to reason, and its chat template has it do so",
-                "leave it out",
-                param=request.unthinking,
-            )
+        if request.effort is not None:
+            _check_effort(request.effort, served.codec.suited(request.tools))
         prompt, limit = request.raw_prompt, served.max_context
         if prompt is None:
             draft = tracker.draft(agent, request.messages, request.tools)
@@ -302,6 +320,7 @@ class LiveEpisode:
                 temperature=request.temperature,
                 seed=self._seed(loaded.config.seed, draft, request.seed, choice),
                 top_logprobs=request.top_logprobs,
+                processors=request.processors,
             )
             question = Generate(draft.call_id, draft.policy, draft.prompt_ids, params, script, is_followed, grammar)
             calls.append(RunningCall.begin(self, loaded.link, request, choice, draft, question, has_news))
@@ -353,6 +372,21 @@ class LiveEpisode:
             which = ("seed", given, choice) if choice else ("seed", given)
         seat = self.seat
         return derive_seed(run_seed, self.mode, seat.group_id, seat.index, seat.attempt, draft.agent, *which)
+
+
+def _check_effort(effort: Effort, codec: ChatCodec) -> None:
+    """See that the model can be asked to reason so much.
+
+    Raises:
+        UnsupportedError: its chat template decides.
+    """
+    if effort.is_none and codec.has_reasoning:
+        what = "forbids the model to reason, and its chat template has it do so"
+    elif codec.template.reads_effort:
+        what = "says how much the model reasons, and its chat template is rendered with the effort of its own"
+    else:
+        return
+    raise UnsupportedError(f"{effort.place} {what}", "leave it out", param=effort.place)
 
 
 def check_scripts(loaded: Loaded) -> None:
@@ -493,7 +527,8 @@ class RunningCall:
         """Why its reply may not be trained, whatever comes of it."""
         if not self.episode.policies[self.draft.policy].ready.trainable:
             return Untrained.FROZEN
-        return Untrained.CONSTRAINED if self.question.grammar is not None else None
+        is_constrained = self.question.grammar is not None or self.question.params.processors is not None
+        return Untrained.CONSTRAINED if is_constrained else None
 
     def cancel(self) -> None:
         """Its caller went away or got an error, or its episode ended: it is kept and not trained.

@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
+from swarm_engine.errors import BadRequestError, UnsupportedError, shown
+from swarm_engine.tracker.fields import Fields
 from swarm_engine.tracker.marks import BREAKER, SENTINEL
 
 Message = dict[str, Any]
@@ -41,20 +42,35 @@ NONCE = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)+[ \
 """A coding client opens its system prompt with this line, which is for its vendor's accounts and ends in another
 number every time. Left in, no request would begin with the one before it, so it is taken out before anything else."""
 
-TEXT_FIELDS = ("role", "content", "name")
-FIELDS: Mapping[str, tuple[str, ...]] = {
+TEXT_FIELDS = frozenset({"role", "content", "name"})
+SAID_BY_ROLE: Mapping[str, frozenset[str]] = {
     "system": TEXT_FIELDS,
     "user": TEXT_FIELDS,
-    "assistant": (*TEXT_FIELDS, "tool_calls", "reasoning_content", "reasoning"),
-    "tool": (*TEXT_FIELDS, "tool_call_id"),
+    "assistant": TEXT_FIELDS | {"tool_calls", "reasoning_content", "reasoning"},
+    "tool": TEXT_FIELDS | {"tool_call_id"},
+}
+MESSAGE = {
+    role: Fields(names, kept=frozenset({"role", "content", "tool_call_id"})) for role, names in SAID_BY_ROLE.items()
 }
 """Of a message, by role. What SDKs send back beside them (`refusal`, `annotations`, `audio`, …) is empty."""
-PART_FIELDS = ("type", "text", "cache_control", "prompt_cache_breakpoint", "citations", "annotations", "id", "index")
-"""Of a part of the content; those behind the text are labels."""
-CALL_FIELDS = ("id", "type", "function", "index")
-FUNCTION_FIELDS = ("name", "arguments")
-TOOL_FIELDS = ("type", "function")
-SIGNATURE_FIELDS = ("name", "description", "parameters", "strict")
+PART = Fields(
+    frozenset({"type", "text"}),
+    frozenset({"cache_control", "prompt_cache_breakpoint", "citations", "annotations", "id", "index"}),
+    kept=frozenset({"text"}),
+)
+"""Of a part of the content, which some SDKs give the message's own fields again."""
+CALL = Fields(frozenset({"id", "type", "function"}), frozenset({"index"}))
+FUNCTION = Fields(frozenset({"name", "arguments"}), kept=frozenset({"name", "arguments"}))
+TOOL_LABELS = frozenset({"cache_control"})
+TOOL_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"allowed_callers": (["direct"],)}
+"""Of a tool in every API."""
+TOOL = Fields(frozenset({"type", "function"}), TOOL_LABELS, TOOL_NEUTRAL)
+SIGNATURE = Fields(
+    frozenset({"name", "description", "parameters", "strict"}),
+    TOOL_LABELS,
+    TOOL_NEUTRAL,
+    kept=frozenset({"name", "parameters"}),
+)
 
 
 def parse_messages(raw: Any) -> tuple[Message, ...]:
@@ -112,9 +128,9 @@ def _parse_tool(raw: Any, where: str) -> Tool:
     function = raw.get("function")
     if not isinstance(function, dict):
         raise BadRequestError(f"{where}.function is missing", param=f"{where}.function")
-    check_fields(raw, TOOL_FIELDS, where)
+    TOOL.said(raw, where)
     where = f"{where}.function"
-    check_fields(function, SIGNATURE_FIELDS, where)
+    function = SIGNATURE.said(function, where)
     name = read_text(function.get("name"), f"{where}.name")
     if not TOOL_NAME.fullmatch(name):
         raise BadRequestError(
@@ -136,28 +152,6 @@ def _parse_tool(raw: Any, where: str) -> Tool:
     return {"type": "function", "function": parsed}
 
 
-def is_empty(value: Any) -> bool:
-    """Whether a field with this value says nothing; a zero says something, an object of nulls doesn't."""
-    if isinstance(value, dict):
-        return all(item is None for item in value.values())
-    return value is None or value is False or value in ("", [])
-
-
-def check_fields(raw: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """See that an object of a request says nothing that would be passed over.
-
-    Raises:
-        UnsupportedError: it has a field beside the known ones, and that is not empty.
-    """
-    for key, value in raw.items():
-        if key not in known and not is_empty(value):
-            raise UnsupportedError(
-                f"{where}.{shortened(key)} is not taken by this server",
-                f"leave it out; known: {', '.join(known)}",
-                param=f"{where}.{shortened(key)}",
-            )
-
-
 def _parse(raw: Any, where: str) -> Message:
     if not isinstance(raw, dict):
         raise BadRequestError(f"{where} must be an object with role and content", param=where)
@@ -166,18 +160,15 @@ def _parse(raw: Any, where: str) -> Message:
         raise BadRequestError(
             f"{where}.role is {shown(role)}", f"it must be one of {', '.join(ROLES)}", param=f"{where}.role"
         )
-    check_fields(raw, FIELDS[ROLES[role]], where)
-    message: Message = {"role": ROLES[role], "content": _text(raw.get("content"), role, f"{where}.content")}
+    said = MESSAGE[ROLES[role]].said(raw, where)
+    message: Message = {"role": ROLES[role], "content": _text(said, role, f"{where}.content")}
     for key in ("name", "tool_call_id"):
-        if raw.get(key) is not None:
-            message[key] = read_text(raw[key], f"{where}.{key}")
-    reasoning = raw.get("reasoning_content")
-    if reasoning is None:
-        reasoning = raw.get("reasoning")
-    if reasoning:
+        if key in said:
+            message[key] = read_text(said[key], f"{where}.{key}")
+    if (reasoning := said.get("reasoning_content", said.get("reasoning"))) is not None:
         message["reasoning_content"] = read_text(reasoning, f"{where}.reasoning_content")
-    if raw.get("tool_calls"):
-        message["tool_calls"] = _tool_calls(raw["tool_calls"], f"{where}.tool_calls")
+    if "tool_calls" in said:
+        message["tool_calls"] = _tool_calls(said["tool_calls"], f"{where}.tool_calls")
     return message
 
 
@@ -202,7 +193,8 @@ def read_text(value: Any, where: str) -> str:
     return value
 
 
-def _text(content: Any, role: str, where: str) -> str:
+def _text(message: Mapping[str, Any], role: str, where: str) -> str:
+    content = message.get("content")
     if content is None:
         if role != "assistant":
             raise BadRequestError(f"{where} is missing", "only an assistant message may have none", param=where)
@@ -220,8 +212,8 @@ def _text(content: Any, role: str, where: str) -> str:
                 'send {"type": "text", "text": ...}',
                 param=f"{where}[{index}].type",
             )
-        check_fields(part, PART_FIELDS, f"{where}[{index}]")
-        texts.append(read_text(part.get("text"), f"{where}[{index}].text"))
+        said = PART.said(part, f"{where}[{index}]", outer=message)
+        texts.append(read_text(said.get("text"), f"{where}[{index}].text"))
     return "".join(texts)
 
 
@@ -240,11 +232,11 @@ def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
             )
         if not isinstance(function, dict):
             raise BadRequestError(f"{where}[{index}].function is missing", param=f"{where}[{index}].function")
-        check_fields(one, CALL_FIELDS, f"{where}[{index}]")
-        check_fields(function, FUNCTION_FIELDS, f"{where}[{index}].function")
+        call = CALL.said(one, f"{where}[{index}]")
+        function = FUNCTION.said(function, f"{where}[{index}].function")
         calls.append(
             {
-                "id": read_text(one.get("id") or "", f"{where}[{index}].id"),
+                "id": read_text(call.get("id", ""), f"{where}[{index}].id"),
                 "type": "function",
                 "function": {
                     "name": read_text(function.get("name"), f"{where}[{index}].function.name"),

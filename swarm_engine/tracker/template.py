@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 
 from swarm_engine.errors import BadRequestError, TemplateBoundError, TokenizerError
 from swarm_engine.protocol import ADDITIONAL_TEMPLATES, CHAT_TEMPLATE
@@ -26,6 +27,8 @@ MAX_TOLD_CHARS = 500
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of the templates that transformers takes by itself, the second for requests with tools."""
+EFFORT = "reasoning_effort"
+"""The variable by which templates are told how much the model is to reason."""
 
 
 class RawArguments(str):
@@ -88,6 +91,8 @@ class ChatTemplate:
         self._environment = environment
         try:
             self._template = environment.from_string(source)
+            self.reads_effort = EFFORT in jinja2.meta.find_undeclared_variables(environment.parse(source))
+            """Whether it tells the model how much to reason, where its caller says so."""
         except Exception as error:  # of Jinja, and of Python, which compiles what Jinja writes
             raise TokenizerError(
                 f"the chat template is not valid Jinja ({_told(error)})", "check the model's folder"

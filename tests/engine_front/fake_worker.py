@@ -14,7 +14,7 @@ import math
 import os
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -122,6 +122,7 @@ class Fake:
                         "is_streamed": message.is_streamed,
                         "prompt_ids": message.prompt_ids,
                         "grammar": message.grammar,
+                        "processors": message.params.processors and asdict(message.params.processors),
                     }
                     log.write(json.dumps(seen) + "\n")
                 task = asyncio.create_task(self.generate(message, self.num_requests))

@@ -849,7 +849,9 @@ def test_the_items_of_a_reply_that_reasons_between_its_parts_come_back_as_one_re
         thought("y"),
         said("b"),
     ]
-    request = DIALECTS["responses"].parse({"model": "m", "input": items}, SimpleNamespace(responses={}))  # type: ignore[arg-type]
+    request = DIALECTS["responses"].parse(
+        {"model": "m", "input": items}, SimpleNamespace(responses={}, mode=Mode.TRAIN)
+    )  # type: ignore[arg-type]
     first, *later = [one for one in request.call.messages if one["role"] == "assistant"]
     assert (first["content"], first["reasoning_content"], len(first["tool_calls"])) == ("So.", "one\ntwo", 1)
     assert [(one["content"], one["reasoning_content"]) for one in later] == [("a", "x"), ("b", "y")]
@@ -1116,20 +1118,19 @@ def test_errors_are_the_exceptions_of_each_sdk(engine: Served) -> None:
             assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
         with sdk(claimed) as api:
             for ask in (
-                lambda: api.chat.completions.create(model="m", messages=HI, top_p=0.5),
-                lambda: api.completions.create(model="m", prompt="x", top_p=0.5, stream=True),
-                lambda: api.responses.create(model="m", input="x", top_p=0.5),
+                lambda: api.chat.completions.create(model="m", messages=HI, top_p=1.5),
+                lambda: api.completions.create(model="m", prompt="x", top_p=1.5, stream=True),
+                lambda: api.responses.create(model="m", input="x", top_p=1.5),
             ):
                 with pytest.raises(openai.BadRequestError) as refused:
                     ask()
                 assert (refused.value.type, refused.value.param) == ("invalid_request_error", "top_p")
         with claude(claimed) as other:
             with pytest.raises(anthropic.BadRequestError, match="top_k") as bad:
-                other.messages.create(model="m", max_tokens=3, messages=HI, extra_body={"top_k": 4})
+                other.messages.create(model="m", max_tokens=3, messages=HI, extra_body={"top_k": -4})
             assert bad.value.body == {
                 "type": "error",
                 "error": {"type": "invalid_request_error", "message": str(bad.value.body["error"]["message"])},  # type: ignore[index]
-                "request_id": None,
             }
 
 
@@ -1221,16 +1222,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"functions": [{"name": "f"}]}, "functions"),
     ("chat/completions", {"response_format": {"type": "xml"}}, "response_format.type"),
     ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
-    ("chat/completions", {"reasoning_effort": "high"}, "reasoning_effort"),
+    ("chat/completions", {"reasoning_effort": "much"}, "reasoning_effort"),
     ("chat/completions", {"web_search_options": {}}, "web_search_options"),
-    ("chat/completions", {"verbosity": "low"}, "verbosity"),
+    ("chat/completions", {"verbosity": "lots"}, "verbosity"),
+    ("chat/completions", {"response_format": {"type": "text", "regex": "a"}}, "response_format.regex"),
     ("completions", {"echo": True}, "echo"),
     ("completions", {"suffix": "x"}, "suffix"),
     ("completions", {"best_of": 3}, "best_of"),
     ("completions", {"prompt": ["a", "b"]}, "prompt"),
     ("completions", {"prompt": ""}, "prompt"),
     ("completions", {"prompt": [1, -1]}, "prompt"),
-    ("completions", {"top_p": 0.5}, "top_p"),
+    ("completions", {"top_p": 1.5}, "top_p"),
     ("responses", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ("responses", {"input": []}, "input"),
     (
@@ -1238,14 +1240,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content[0].type",
     ),
-    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-    ("responses", {"reasoning": {"effort": "high"}}, "reasoning.effort"),
-    ("responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+    ("responses", {"input": [{"type": "item_reference", "id": 5}]}, "input[0].id"),
+    ("responses", {"input": [{"id": "msg_x"}]}, "input[0].id"),
+    ("responses", {"reasoning": {"effort": "much"}}, "reasoning.effort"),
+    ("responses", {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+    ("responses", {"reasoning": "high"}, "reasoning"),
+    ("responses", {"tools": [{"type": "namespace", "name": "a", "tools": []}]}, "tools[0].type"),
     ("responses", {"truncation": "auto"}, "truncation"),
     ("responses", {"background": True}, "background"),
     ("responses", {"conversation": "x"}, "conversation"),
     ("responses", {"include": ["file_search_call.results"]}, "include[0]"),
-    ("responses", {"text": {"verbosity": "low"}}, "text.verbosity"),
+    ("responses", {"text": {"verbosity": "lots"}}, "text.verbosity"),
     ("responses", {"text": {"format": {"type": "xml"}}}, "text.format.type"),
     ("responses", {"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, "tools[0].defer_loading"),
     ("chat/completions", {"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
@@ -1427,18 +1433,20 @@ def answering(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 REFUSED_BY_MESSAGES: list[tuple[dict[str, Any], str]] = [
-    ({"top_k": 5}, "top_k"),
-    ({"top_p": 0.5}, "top_p"),
+    ({"top_k": 0.5}, "top_k"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"thinking": {"type": "enabled"}}, "thinking"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"output_config": {"effort": "low"}}, "output_config"),
+    ({"output_config": {"effort": "much"}}, "output_config.effort"),
+    ({"output_config": {"task_budget": {"type": "tokens"}}}, "output_config.task_budget"),
     ({"container": "x"}, "container"),
-    ({"mcp_servers": []}, "mcp_servers"),
+    ({"mcp_servers": [{"name": "a"}]}, "mcp_servers"),
     ({"messages": [*HI, {"role": "assistant", "content": "{"}]}, "last message"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0]"),
-    ({"top_p": True}, "top_p=True"),
+    ({"top_p": True}, "top_p must be a number"),
     ({"messages": [{**HI[0], "name": "bob"}]}, "messages[0].name"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "lang": "en"}]}]}, "content[0].lang"),
     (blocks({"type": "thinking", "thinking": 5}), "messages[1].content[0].thinking must be a string"),
@@ -1602,7 +1610,7 @@ ODDEST: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"prompt": "\ud800"}),
     ("completions", {"prompt": [2**31 - 1]}),
     ("chat/completions", {"temperature": 10**400}),
-    ("chat/completions", {"stream_options": []}),
+    ("chat/completions", {"stream_options": [1]}),
     ("responses", {"include": 5}),
     ("responses", {"stream_options": {"include_usage": True}}),
     ("responses", {"stream_options": {"include_obfuscation": 1}}),

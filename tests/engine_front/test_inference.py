@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +23,7 @@ from tiny_tokenizer import END_ID, PAD_ID, ids
 from swarm_engine.client import ContextLengthError, SwarmClient, SwarmRequestError, SyncEpisode
 from swarm_engine.server.episodes import LiveEpisode
 from swarm_engine.tracker.tracker import EpisodeTracker
-from swarm_engine.types import Call, Mode, Outcome
+from swarm_engine.types import Call, LogitsProcessors, Mode, Outcome
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -156,15 +157,18 @@ def test_policy_at_agent_and_the_agents_path_name_the_agent(engine: Served, epis
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"top_p": 0.9}, "top_p"),
-    ({"top_k": 5}, "top_k"),
-    ({"min_p": 0.1}, "min_p"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"top_k": 0.5}, "top_k"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": "1"}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"made_up": 1}, "made_up"),
     ({"temperature": 3}, "temperature"),
     ({"temperature": True}, "temperature"),
@@ -196,7 +200,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_is_not_supported_is_a_400_that_names_the_field(
     episode: SyncEpisode, change: dict[str, Any], param: str
 ) -> None:
-    """B054: top-p and top-k among them, for the trainer's distribution is over the whole vocabulary."""
     answer = httpx.post(
         f"{episode.base_url}/chat/completions",
         headers={"authorization": f"Bearer {episode.api_key}"},
@@ -207,6 +210,59 @@ def test_what_is_not_supported_is_a_400_that_names_the_field(
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert error["message"]
+
+
+RESHAPING: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_k": 5},
+    {"min_p": 0.1},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": -1},
+    {"repetition_penalty": 1.1},
+    {"logit_bias": {"97": 1}},
+]
+
+
+def test_what_training_can_not_follow_is_refused_in_training_and_taken_in_other_modes(
+    serving: Callable[..., Served],
+) -> None:
+    """B054: the trainer's distribution is over the whole vocabulary."""
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": HI},
+        "completions": {"prompt": "hi"},
+        "responses": {"input": "hi"},
+        "messages": {"messages": HI, "max_tokens": 5},
+    }
+    served = serving()
+    with served.client() as client:
+        client.start(SMALL, wait=True)
+        asked = []
+        for mode in Mode:
+            claimed = client.episode("k", mode=mode)
+            for route, body in bodies.items():
+                for change in RESHAPING:
+                    url, auth = f"{claimed.base_url}/{route}", {"x-api-key": claimed.api_key}
+                    answer = httpx.post(url, headers=auth, json={"model": "p", **body, **change})
+                    (name,) = change
+                    if mode is Mode.TRAIN:
+                        assert answer.status_code == 400, answer.text
+                        assert name in answer.json()["error"]["message"]
+                        assert "eval or debug" in answer.json()["error"]["message"]
+                    else:
+                        assert answer.status_code == 200, answer.text
+                        asked.append({name: [[97, 1.0]]} if name == "logit_bias" else change)
+                    greedy = httpx.post(url, headers=auth, json={"model": "p", **body, **change, "temperature": 0})
+                    is_taken = mode is not Mode.TRAIN or name in ("top_p", "top_k", "min_p")
+                    assert greedy.status_code == (200 if is_taken else 400), greedy.text
+                    if is_taken:
+                        asked.append(None if name in ("top_p", "top_k", "min_p") else asked[-1])
+            blocks = [timeline["blocks"][-1] for timeline in client.timelines(claimed.episode_id)]
+            assert not any(any(block["loss_mask"]) for block in blocks)
+            claimed.abort()
+    log = (served.run_dir / "fake_requests.jsonl").read_text().splitlines()
+    plain = asdict(LogitsProcessors()) | {"logit_bias": []}
+    told = [json.loads(line)["processors"] for line in log]
+    assert told == [change and plain | change for change in asked]
 
 
 def test_values_that_change_nothing_and_labels_are_taken(episode: SyncEpisode) -> None:
@@ -441,7 +497,12 @@ def test_a_wrong_key_opens_nothing_and_keys_do_not_mix_episodes(engine: Served) 
 
 @pytest.mark.parametrize(
     ("method", "route", "status"),
-    [("POST", "/embeddings", 404), ("GET", "/chat/completions", 405), ("POST", "/models", 405), ("GET", "", 404)],
+    [
+        ("POST", "/embeddings", 404),
+        ("GET", "/chat/completions", 405),
+        ("POST", "/models", 405),
+        ("GET", "", 404),
+    ],
 )
 def test_routes_that_are_not_there_say_so(episode: SyncEpisode, method: str, route: str, status: int) -> None:
     auth = {"authorization": f"Bearer {episode.api_key}"}

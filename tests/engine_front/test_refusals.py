@@ -20,8 +20,10 @@ from swarm_engine.watch import refusal_line, status_lines, step_lines, why_nothi
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOP_P = (
     "400: top_p=0.9 is not taken by this server; training needs the whole distribution; leave it at 1, or claim the "
-    'episode with sampling: {"temperature": 1}, which goes before what its calls ask for'
+    'episode with sampling: {"temperature": 1}, which goes before what its calls ask for, or for eval or debug, which '
+    "are not trained"
 )
+NONSENSE = "400: nonsense is not taken by this server; leave it out"
 
 
 def ask(episode: SyncEpisode, route: str = "chat/completions", method: str = "POST", **body: Any) -> int:
@@ -44,32 +46,32 @@ def test_refused_calls_are_counted_with_their_episode_wherever_it_is_told(servin
                 ask(episode, messages=HI, nonsense=1),
                 ask(episode, "chat/nowhere", messages=HI),
                 ask(episode, "chat/completions", "DELETE"),
-                ask(episode, messages=HI, top_p=0.9),
+                ask(episode, messages=HI, nonsense=1),
             ] == [400, 404, 405, 400]
             strange = {"authorization": "Bearer of-nobody"}
             assert httpx.post(f"{episode.base_url}/chat/completions", headers=strange).status_code == 401
             described = client.describe(episode.episode_id)
-            assert (described["num_refused"], described["last_refusal"]) == (4, TOP_P)
+            assert (described["num_refused"], described["last_refusal"]) == (4, NONSENSE)
             result = spoken(episode).end(reward=1.0)
-            assert (result.num_refused, result.last_refusal) == (4, TOP_P)
+            assert (result.num_refused, result.last_refusal) == (4, NONSENSE)
             assert ask(episode, messages=HI) == 410, "it is over, and nothing of it is refused any more"
             assert episode.end(reward=1.0) == result
         described = client.describe(episode.episode_id)
-        assert (described["status"], described["num_refused"], described["last_refusal"]) == ("ended", 4, TOP_P)
+        assert (described["status"], described["num_refused"], described["last_refusal"]) == ("ended", 4, NONSENSE)
         ended = event(client, "episode")
-        assert (ended["num_refused"], ended["last_refusal"]) == (4, TOP_P)
+        assert (ended["num_refused"], ended["last_refusal"]) == (4, NONSENSE)
         lost = client.episode("b", mode=Mode.EVAL)
-        ask(lost, messages=HI, top_p=0.9)
+        ask(lost, messages=HI, nonsense=1)
         lost.abort()
         dropped = event(client, "drop")
-        assert (dropped["num_refused"], dropped["last_refusal"]) == (1, TOP_P)
+        assert (dropped["num_refused"], dropped["last_refusal"]) == (1, NONSENSE)
         assert client.status().num_refused == 0, "no update comes of evaluation"
     words = [episode.episode_id, "--run-dir", str(served.run_dir)]
     for command in ("timelines", "why-split"):
         said = CliRunner().invoke(app, [command, *words])
-        assert f"4 calls refused, the last with {TOP_P}" in said.output
+        assert f"4 calls refused, the last with {NONSENSE}" in said.output
         told = json.loads(CliRunner().invoke(app, [command, *words, "--json"]).output)
-        assert (told["num_refused"], told["last_refusal"]) == (4, TOP_P)
+        assert (told["num_refused"], told["last_refusal"]) == (4, NONSENSE)
 
 
 def test_an_update_counts_what_was_refused_since_the_one_before(serving: Callable[..., Served]) -> None:
@@ -106,7 +108,7 @@ def test_refusals_do_not_write_the_journal(serving: Callable[..., Served]) -> No
         client.start(SMALL, wait=True)
         with client.episode("a", mode=Mode.EVAL) as episode:
             before = client.status().last_seq
-            assert {ask(episode, messages=HI, top_p=0.9) for _ in range(20)} == {400}
+            assert {ask(episode, messages=HI, nonsense=1) for _ in range(20)} == {400}
             assert client.status().last_seq == before
             assert spoken(episode).end(reward=1.0).num_refused == 20
 

@@ -10,7 +10,13 @@ from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, sh
 from swarm_engine.server.dialects.fields import blaming
 from swarm_engine.server.episodes import Auto, Named, NoTools, Required, ToolChoice
 from swarm_engine.server.grammars import check_parameters, json_object_grammar, json_schema_grammar
+from swarm_engine.tracker.fields import Fields
 from swarm_engine.tracker.messages import Message
+
+LABELS = frozenset({"name", "description", "strict"})
+FORM = Fields(frozenset({"schema"}), LABELS, kept=frozenset({"schema"}))
+FORMAT = Fields(frozenset({"type", "json_schema", "schema"}), LABELS, kept=frozenset({"json_schema", "schema"}))
+"""Of the form of an answer."""
 
 
 class ToolCalls:
@@ -152,7 +158,12 @@ def answer_grammar(value: Any, param: str, choice: ToolChoice, tools: Sequence[M
     Chat completions put the schema one level deeper than the other APIs. Tools that may be called in the answer's place
     are part of what the reply must follow.
     """
-    if value is not None and value != {"type": "text"} and isinstance(choice, Auto):
+    if isinstance(value, dict):
+        value = FORMAT.said(value, param)
+        if isinstance(inside := value.get("json_schema"), dict):
+            value["json_schema"] = FORM.said(inside, f"{param}.json_schema")
+    is_free = value is None or (isinstance(value, dict) and value.get("type") == "text")
+    if not is_free and isinstance(choice, Auto):
         _check_callable(tools, [tool["function"]["name"] for tool in tools])
     match value:
         case None | {"type": "text"}:

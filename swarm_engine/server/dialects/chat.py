@@ -15,29 +15,29 @@ from swarm_engine.errors import BadRequestError, SwarmEngineError
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
 from swarm_engine.tracker.answers import ReasoningDelta, TextDelta, ToolCallDelta
+from swarm_engine.tracker.fields import Fields
 from swarm_engine.tracker.messages import Message, parse_messages, parse_tools
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-SAID_BESIDE_CONTENT = ("tool_calls", "reasoning_content", "reasoning")
+SAID_BESIDE_CONTENT = ("tool_calls", "reasoning_content")
 
-RULES = fields.Rules(
-    read=frozenset(
-        {
-            "model", "messages", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options",
-            "logprobs", "top_logprobs", "stop", "seed", "n", "tools", "tool_choice", "parallel_tool_calls",
-            "response_format", "script",
-        }
-    ),
+FIELDS = Fields(
+    read=fields.SAMPLING
+    | {
+        "model", "messages", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options",
+        "logprobs", "top_logprobs", "stop", "seed", "n", "tools", "tool_choice", "parallel_tool_calls",
+        "response_format", "script", "reasoning_effort",
+    },
     labels=fields.OPENAI_LABELS,
     neutral={
-        **fields.SAMPLING_NEUTRAL,
-        "functions": ([],),
+        **fields.NEUTRAL,
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "verbosity": ("medium",),
-        "reasoning_effort": ("none",),
+        "verbosity": fields.VERBOSITIES,
     },
+    presence=frozenset({"web_search_options"}),
+    why=fields.WHY,
 )  # fmt: skip
 
 
@@ -143,14 +143,14 @@ def _call_delta(piece: ToolCallDelta) -> dict[str, Any]:
     return {"index": piece.index, "id": piece.call_id, "type": "function", "function": function}
 
 
-def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
+def parse(request: Mapping[str, Any], episode: LiveEpisode) -> ChatRequest:
     """Read a request.
 
     Raises:
         BadRequestError: a field is malformed.
         UnsupportedError: a field or value that this server doesn't take.
     """
-    RULES.check(raw)
+    raw = FIELDS.said(request)
     tools = parse_tools(raw.get("tools"))
     choice = asking.openai_tool_choice(raw.get("tool_choice"), tools)
     has_logprobs = fields.flag(raw, "logprobs")
@@ -171,7 +171,8 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> ChatRequest:
             grammar=asking.answer_grammar(raw.get("response_format"), "response_format", choice, tools),
             num_choices=fields.integer(raw, "n", 1, MAX_CHOICES) or 1,
             top_logprobs=top_logprobs,
-            unthinking="reasoning_effort" if raw.get("reasoning_effort") is not None else None,
+            effort=fields.effort(raw, "reasoning_effort", "reasoning_effort"),
+            processors=fields.processors(raw, episode.mode),
             script=fields.script(raw),
         ),
         is_stream=fields.flag(raw, "stream"),
@@ -186,20 +187,20 @@ def _messages(raw: Any) -> tuple[Message, ...]:
     """
     parsed = parse_messages(raw)
     calls = asking.ToolCalls()
-    for index, message in enumerate(raw):
+    for index, message in enumerate(parsed, len(raw) - len(parsed)):
         where = f"messages[{index}]"
-        if message["role"] in ("tool", "function"):
+        if message["role"] == "tool":
             calls.answer(message.get("tool_call_id"), f"{where}.tool_call_id")
             continue
         calls.check_answered(f"before {where}")
-        if message.get("content") is None and not any(map(message.get, SAID_BESIDE_CONTENT)):
+        if raw[index].get("content") is None and not any(map(message.get, SAID_BESIDE_CONTENT)):
             raise BadRequestError(
                 f"{where} is the assistant's, and it has neither content nor tool_calls",
                 "send the message as it came; what says nothing has the content ''",
                 param=f"{where}.content",
             )
-        for place, call in enumerate(message.get("tool_calls") or ()):
-            calls.make(call.get("id") or "", f"{where}.tool_calls[{place}]")
+        for place, call in enumerate(message.get("tool_calls", ())):
+            calls.make(call["id"], f"{where}.tool_calls[{place}]")
     calls.check_answered("behind it")
     return parsed
 

@@ -15,19 +15,20 @@ from swarm_engine.errors import BadRequestError, SwarmEngineError, UnsupportedEr
 from swarm_engine.server.dialects import chat, fields, writing
 from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
 from swarm_engine.tracker.answers import TextDelta
+from swarm_engine.tracker.fields import Fields
 from swarm_engine.types import FinishReason
 
 MAX_LOGPROBS = 20
 
-RULES = fields.Rules(
-    read=frozenset(
-        {
-            "model", "prompt", "temperature", "max_tokens", "stream", "stream_options", "logprobs", "stop", "seed", "n",
-            "best_of", "script",
-        }
-    ),
+FIELDS = Fields(
+    read=fields.SAMPLING
+    | {
+        "model", "prompt", "temperature", "max_tokens", "stream", "stream_options", "logprobs", "stop", "seed", "n",
+        "best_of", "script",
+    },
     labels=fields.OPENAI_LABELS,
-    neutral={**fields.SAMPLING_NEUTRAL, "echo": (False,), "suffix": ("",)},
+    neutral=fields.NEUTRAL,
+    why=fields.WHY,
 )  # fmt: skip
 
 
@@ -114,14 +115,14 @@ def token_lists(call: RunningCall, tokens: range) -> dict[str, Any]:
     }
 
 
-def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> CompletionRequest:
+def parse(request: Mapping[str, Any], episode: LiveEpisode) -> CompletionRequest:
     """Read a request.
 
     Raises:
         BadRequestError: a field is malformed.
         UnsupportedError: a field or value that this server doesn't take.
     """
-    RULES.check(raw)
+    raw = FIELDS.said(request)
     num_choices = fields.integer(raw, "n", 1, chat.MAX_CHOICES) or 1
     if raw.get("best_of") not in (None, num_choices):
         raise UnsupportedError(f"best_of={shown(raw['best_of'])} is not n", fields.WHY["best_of"], param="best_of")
@@ -137,6 +138,7 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> CompletionRequest:
             stop=fields.stops(raw),
             num_choices=num_choices,
             top_logprobs=logprobs or 0,
+            processors=fields.processors(raw, episode.mode),
             script=fields.script(raw),
         ),
         is_stream=fields.flag(raw, "stream"),

@@ -1,18 +1,19 @@
 """Reading the fields of a request's body, the same for every API.
 
-Sampling parameters are honoured or refused with a 400 that names the field; none is silently ignored. Fields that only
-label a request (`user`, `metadata`, …) are taken and dropped.
+Sampling parameters are honoured or refused with a 400 that names the field; none is silently ignored. Which fields an
+object may have, and what says nothing, is for `tracker.fields`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from swarm_engine.errors import BadRequestError, UnsupportedError, shortened, shown
-from swarm_engine.server.episodes import Script
-from swarm_engine.types import SamplingOverride
+from swarm_engine.errors import BadRequestError, UnsupportedError, shown
+from swarm_engine.server.episodes import Effort, Script
+from swarm_engine.tracker.fields import Fields
+from swarm_engine.types import LogitsProcessors, Mode, SamplingOverride
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -21,34 +22,60 @@ MIN_TEMPERATURE = 0.01
 """Lower ones but 0 underflow: the reply is greedy, yet its log-probabilities and their gradients are 1/temperature."""
 MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
+MAX_ID_DIGITS = 10
+MAX_BIAS = 100
 
-SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-}
-"""What would change the distribution in a way that training can't follow, at the values that change nothing."""
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """A sampling parameter that changes the distribution in a way that training can't follow."""
+
+    low: float
+    high: float
+    neutral: tuple[float, ...]
+    """Where it changes nothing."""
+    way_out: str
+    is_whole: bool = False
+    is_truncation: bool = False
+    """Whether it only rules out the less likely tokens, so that the likeliest stays what it is."""
+
 
 PENALTY = "penalties change the distribution that training would have to rebuild; leave it at "
 WHOLE = "training needs the whole distribution; leave it "
-OR_CLAIM = ', or claim the episode with sampling: {"temperature": 1}, which goes before what its calls ask for'
+KNOBS: Mapping[str, Knob] = {
+    "top_p": Knob(0, 1, (1,), WHOLE + "at 1", is_truncation=True),
+    "top_k": Knob(-1, MAX_TOKEN_ID, (-1, 0), WHOLE + "out", is_whole=True, is_truncation=True),
+    "min_p": Knob(0, 1, (0,), WHOLE + "out", is_truncation=True),
+    "presence_penalty": Knob(-2, 2, (0,), PENALTY + "0"),
+    "frequency_penalty": Knob(-2, 2, (0,), PENALTY + "0"),
+    "repetition_penalty": Knob(0.01, 10, (1,), PENALTY + "1"),
+}
+BIAS = "logit_bias"
+SAMPLING = frozenset({*KNOBS, BIAS})
+"""What `processors` reads."""
+OR_CLAIM = (
+    ', or claim the episode with sampling: {"temperature": 1}, which goes before what its calls ask for, or for eval '
+    "or debug, which are not trained"
+)
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "best_of": (1,),
+    "n": (1,),
+}
+"""Fields that servers of open models have, at the values that change nothing."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+VERBOSITIES = ("low", "medium", "high")
+"""Hints to models that were taught them, which no chat template tells its model of."""
+
+TEMPLATE_DECIDES = "the model's own template decides how it thinks; leave it out"
 WHY = {
-    "top_p": WHOLE + "at 1" + OR_CLAIM,
-    "top_k": WHOLE + "out" + OR_CLAIM,
-    "min_p": WHOLE + "out" + OR_CLAIM,
-    "presence_penalty": PENALTY + "0" + OR_CLAIM,
-    "frequency_penalty": PENALTY + "0" + OR_CLAIM,
-    "repetition_penalty": PENALTY + "1" + OR_CLAIM,
-    "logit_bias": "a bias changes the distribution that training would have to rebuild; leave it out" + OR_CLAIM,
     "echo": "the prompt is not sampled; put it before the reply yourself",
     "best_of": "ask for n choices and choose yourself",
-    "reasoning_effort": "the model's own template decides how it thinks; leave it out",
-    "reasoning": "the model's own template decides how it thinks; leave it out",
-    "thinking": "the model's own template decides how it thinks; leave it out",
+    "reasoning": TEMPLATE_DECIDES,
+    "thinking": TEMPLATE_DECIDES,
     "functions": "use tools",
     "function_call": "use tool_choice",
     "truncation": "the prompt is served as it is or refused; shorten it yourself",
@@ -60,41 +87,91 @@ WHY = {
 OPENAI_LABELS = frozenset(
     {
         "user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "prompt_cache_options", "service_tier",
+        "prompt_cache_options", "service_tier", "client_metadata",
     }
 )  # fmt: skip
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Which fields an API has here."""
+def inner(raw: Mapping[str, Any], name: str, fields: Fields) -> dict[str, Any]:
+    """What the object in a field says; nothing where it was left out."""
+    value = raw.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadRequestError(f"{name} must be an object, not {shown(value)}", param=name)
+    return fields.said(value, name)
 
-    read: frozenset[str]
-    labels: frozenset[str]
-    """They say nothing about the reply."""
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Fields that are taken only at values that change nothing."""
 
-    def check(self, raw: Mapping[str, Any]) -> None:
-        """See that every field is read, a label or neutral.
+def processors(raw: Mapping[str, Any], mode: Mode) -> LogitsProcessors | None:
+    """What changes the distribution beside the temperature; None where nothing does.
 
-        Raises:
-            UnsupportedError: one is not.
-        """
-        for name, value in raw.items():
-            if name in self.read or name in self.labels or value is None:
-                continue
-            neutral = self.neutral.get(name)
-            if neutral is None:
-                name = shortened(name)
-                raise UnsupportedError(f"{name} is not taken by this server", WHY.get(name, "leave it out"), param=name)
-            # True is 1 to Python, and no number to a caller.
-            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-                raise UnsupportedError(
-                    f"{name}={shown(value)} is not taken by this server", WHY.get(name, "leave it out"), param=name
-                )
+    Raises:
+        BadRequestError: a value is out of range.
+        UnsupportedError: something does, and the episode is to be trained.
+    """
+    is_greedy = raw.get("temperature") == 0
+    asked: dict[str, float] = {}
+    for name, knob in KNOBS.items():
+        value = raw.get(name)
+        if value is None:
+            continue
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int if knob.is_whole else int | float)
+            or not knob.low <= value <= knob.high
+        ):
+            kind = "whole number" if knob.is_whole else "number"
+            raise BadRequestError(
+                f"{name} must be a {kind} from {knob.low} to {knob.high}, not {shown(value)}", param=name
+            )
+        if value not in knob.neutral and not (is_greedy and knob.is_truncation):
+            asked[name] = value
+    bias = _bias(raw.get(BIAS))
+    ways_out = {name: KNOBS[name].way_out for name in asked} | ({BIAS: WHOLE + "out"} if bias else {})
+    if mode is Mode.TRAIN and ways_out:
+        name, way_out = next(iter(ways_out.items()))
+        raise UnsupportedError(f"{name}={shown(raw[name])} is not taken by this server", way_out + OR_CLAIM, param=name)
+    return LogitsProcessors(logit_bias=bias, **asked) if asked or bias else None  # type: ignore[arg-type]
+
+
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """What is added to the logits of some tokens, by token id."""
+    given = {} if value is None else value
+    if not isinstance(given, dict) or not all(map(_is_token_id, given)) or not all(map(_is_bias, given.values())):
+        raise BadRequestError(
+            f"{BIAS} must be an object of token ids with numbers from -{MAX_BIAS} to {MAX_BIAS}, not {shown(value)}",
+            param=BIAS,
+        )
+    return tuple(sorted((int(token), float(bias)) for token, bias in given.items() if bias))
+
+
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_BIAS <= value <= MAX_BIAS
+
+
+def effort(raw: Mapping[str, Any], name: str, place: str) -> Effort | None:
+    """How much the model is asked to reason; None where that was left open."""
+    value = raw.get(name)
+    if value is None:
+        return None
+    one_of(value, EFFORTS, place)
+    return Effort(place, is_none=value == "none")
+
+
+def one_of(value: Any, known: Collection[str], place: str) -> None:
+    """See that a value is one of some words.
+
+    Raises:
+        UnsupportedError: it is none of them.
+    """
+    if not isinstance(value, str) or value not in known:
+        raise UnsupportedError(f"{place} is {shown(value)}", f"it is one of {', '.join(known)}", param=place)
 
 
 def text(raw: Mapping[str, Any], name: str) -> str | None:
@@ -158,7 +235,7 @@ def overridden(raw: Mapping[str, Any], sampling: SamplingOverride | None) -> Map
     """A body whose fields of sampling are those of its episode's claim: others that shape the distribution are gone."""
     if sampling is None:
         return raw
-    kept = {name: value for name, value in raw.items() if name not in SAMPLING_NEUTRAL}
+    kept = {name: value for name, value in raw.items() if name not in SAMPLING}
     return {**kept, "temperature": sampling.temperature}
 
 
@@ -188,15 +265,7 @@ def script(raw: Mapping[str, Any]) -> Script | None:
 
 def stream_options(raw: Mapping[str, Any], *known: str) -> Mapping[str, Any]:
     """How a stream is to be told: flags, each one of `known`."""
-    options = raw.get("stream_options")
-    if options is None:
-        return {}
-    if not isinstance(options, dict):
-        raise BadRequestError("stream_options must be an object", param="stream_options")
-    if unknown := [name for name in options if name not in known]:
-        raise UnsupportedError(
-            f"stream_options takes {' and '.join(known)} only", param=f"stream_options.{shortened(unknown[0])}"
-        )
+    options = inner(raw, "stream_options", Fields(frozenset(known)))
     for name in known:
         flag(options, name, where="stream_options")
     return options

@@ -12,7 +12,7 @@ is sampled its input is held back until it is complete, for the SDK raises on in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.episodes import (
     Auto,
     CallRequest,
+    Effort,
     LiveEpisode,
     News,
     NoTools,
@@ -29,10 +30,12 @@ from swarm_engine.server.episodes import (
     ToolChoice,
 )
 from swarm_engine.tracker.answers import Delta, ReasoningDelta, TextDelta
+from swarm_engine.tracker.fields import Fields, is_empty
 from swarm_engine.tracker.messages import (
+    TOOL_LABELS,
+    TOOL_NEUTRAL,
     Message,
     Tool,
-    check_fields,
     parse_messages,
     parse_tools,
     read_arguments,
@@ -45,32 +48,53 @@ INVALID = "INVALID_JSON"
 """The only key of an input that stands for arguments that are no object."""
 SYSTEM_SEPARATOR = "\n"
 
-MESSAGE_FIELDS = ("role", "content")
-BLOCK_LABELS = ("type", "cache_control", "index")
-BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "text": (*BLOCK_LABELS, "text", "citations"),
-    "thinking": (*BLOCK_LABELS, "thinking", "signature"),
-    "tool_use": (*BLOCK_LABELS, "id", "name", "input", "caller"),
-    "tool_result": (*BLOCK_LABELS, "tool_use_id", "content", "is_error"),
-}
-"""Of a block, by type."""
-TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
-CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
-
-COUNTED = frozenset({"model", "messages", "system", "tools", "tool_choice", "output_config"})
+COUNTED = frozenset({"model", "messages", "system", "tools", "tool_choice", "output_config", "thinking"})
 LABELS = frozenset(
     {"metadata", "cache_control", "service_tier", "inference_geo", "user_profile_id", "workspace_id", "diagnostics"}
 )
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **fields.SAMPLING_NEUTRAL,
+    **fields.NEUTRAL,
     "speed": ("standard",),
-    "thinking": ({"type": "disabled"}, {"type": "adaptive"}),
+    "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},),
 }
-RULES = fields.Rules(
-    COUNTED | {"max_tokens", "temperature", "stop_sequences", "stream", "seed", "script"}, LABELS, NEUTRAL
+WHY = {
+    **fields.WHY,
+    "context_management": "edit the messages yourself (Claude Code: CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS=1)",
+}
+FIELDS = Fields(
+    COUNTED | fields.SAMPLING | {"max_tokens", "temperature", "stop_sequences", "stream", "seed", "script"},
+    LABELS,
+    NEUTRAL,
+    why=WHY,
 )
-COUNT_RULES = fields.Rules(COUNTED, LABELS, NEUTRAL)
+COUNT_FIELDS = Fields(COUNTED, LABELS | fields.SAMPLING, NEUTRAL, why=WHY)
+MESSAGE = Fields(frozenset({"role", "content"}), kept=frozenset({"content"}))
+BLOCK_LABELS = frozenset({"cache_control", "index"})
 
+
+def _block(names: Collection[str], labels: Collection[str] = ()) -> Fields:
+    read = frozenset({"type", *names})
+    return Fields(read, BLOCK_LABELS.union(labels), kept=read)
+
+
+BLOCKS = {
+    "text": _block({"text"}, {"citations"}),
+    "thinking": _block({"thinking"}, {"signature"}),
+    "tool_use": _block({"id", "name", "input"}, {"caller"}),
+    "tool_result": _block({"tool_use_id", "content", "is_error"}),
+}
+"""Of a block, by type."""
+TOOL = Fields(
+    frozenset({"type", "name", "description", "input_schema", "strict", "eager_input_streaming"}),
+    TOOL_LABELS,
+    TOOL_NEUTRAL,
+    kept=frozenset({"name", "input_schema"}),
+)
+CHOICE = Fields(frozenset({"type", "name", "disable_parallel_tool_use"}))
+THINKING = Fields(frozenset({"type"}), frozenset({"display"}), why={"budget_tokens": fields.WHY["thinking"]})
+OUTPUT = Fields(frozenset({"format", "effort"}))
+
+THREAD = "thread_unsupported_request"
 ERROR_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -83,7 +107,9 @@ ERROR_KINDS = {
 def error_body(error: SwarmEngineError) -> dict[str, Any]:
     """An error in Anthropic's shape."""
     kind = ERROR_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None}
+    body = {"type": kind, "message": str(error)}
+    details = {"details": {"error_code": error.code, "unsupported": []}} if error.code == THREAD else {}
+    return {"type": "error", "error": body | details}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +194,7 @@ class Blocks:
         block: dict[str, Any]
         match delta:
             case TextDelta():
-                block = {"type": "text", "text": "", "citations": None}
+                block = {"type": "text", "text": ""}
             case ReasoningDelta():
                 block = {"type": "thinking", "thinking": "", "signature": ""}
             case _:
@@ -256,16 +282,18 @@ class MessagesWriter:
         return writing.named_events([*self._blocks.close(), error_body(error)])
 
 
-def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> MessagesRequest:
+def parse(request: Mapping[str, Any], episode: LiveEpisode) -> MessagesRequest:
     """Read a request.
 
     Raises:
         BadRequestError: a field is malformed.
         UnsupportedError: a field or value that this server doesn't take.
     """
-    RULES.check(raw)
+    _check_thread(request.get("thread"))
+    raw = FIELDS.said(request)
     messages, tools = _prompt(raw)
     choice, is_parallel = _tool_choice(raw.get("tool_choice"), tools)
+    grammar, effort = _output(raw, choice, tools)
     return MessagesRequest(
         model=fields.text(raw, "model") or "",
         call=CallRequest(
@@ -277,27 +305,55 @@ def parse(raw: Mapping[str, Any], _episode: LiveEpisode) -> MessagesRequest:
             tools=tools,
             tool_choice=choice,
             is_single_call=not is_parallel,
-            grammar=_grammar(raw.get("output_config"), choice, tools),
-            unthinking="thinking" if raw.get("thinking") == {"type": "disabled"} else None,
+            grammar=grammar,
+            effort=effort,
+            processors=fields.processors(raw, episode.mode),
             script=fields.script(raw),
         ),
         is_stream=fields.flag(raw, "stream"),
-        eager_tools=frozenset(tool["name"] for tool in raw.get("tools") or () if tool.get("eager_input_streaming")),
+        eager_tools=frozenset(
+            tool["name"] for tool in raw.get("tools", ()) if tool.get("eager_input_streaming") is True
+        ),
     )
 
 
-def parse_count(raw: Mapping[str, Any]) -> tuple[str, tuple[Message, ...], tuple[Tool, ...]]:
+def parse_count(request: Mapping[str, Any]) -> tuple[str, tuple[Message, ...], tuple[Tool, ...]]:
     """Read a request for a count: the model's name, the messages and the tools.
 
     Raises:
         BadRequestError: a field is malformed.
         UnsupportedError: a field or value that this server doesn't take.
     """
-    COUNT_RULES.check(raw)
+    raw = COUNT_FIELDS.said(request)
     messages, tools = _prompt(raw)
     choice, _ = _tool_choice(raw.get("tool_choice"), tools)
-    _grammar(raw.get("output_config"), choice, tools)
+    _output(raw, choice, tools)
     return fields.text(raw, "model") or "", messages, tools
+
+
+def _check_thread(value: Any) -> None:
+    """See that a request does not ask the server to keep its conversation.
+
+    Raises:
+        UnsupportedError: it does, and clients that can do without know this error.
+    """
+    if not is_empty(value):
+        raise UnsupportedError(
+            f"thread={shown(value)} is not taken by this server, which keeps no conversations",
+            "send the whole conversation without thread",
+            code=THREAD,
+            param="thread",
+        )
+
+
+def _thinking(raw: Mapping[str, Any]) -> Effort | None:
+    """Whether the model is told not to reason."""
+    kind = fields.inner(raw, "thinking", THINKING).get("type", "adaptive")
+    if kind not in ("adaptive", "disabled"):
+        raise UnsupportedError(
+            f"thinking of type {shown(kind)} is not taken by this server", fields.WHY["thinking"], param="thinking.type"
+        )
+    return Effort("thinking", is_none=True) if kind == "disabled" else None
 
 
 def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
@@ -308,7 +364,7 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
         raise BadRequestError("messages must be a list with at least one message", param="messages")
     calls = asking.ToolCalls()
     for where, message in fields.items(raw["messages"], "messages"):
-        check_fields(message, MESSAGE_FIELDS, where)
+        message = MESSAGE.said(message, where)
         match message.get("role"):
             case "user":
                 messages += _user(message.get("content"), f"{where}.content", calls)
@@ -337,11 +393,10 @@ def _prompt(raw: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ..
 def _blocks(content: Any, where: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
     if isinstance(content, str):
         return [(where, {"type": "text", "text": read_text(content, where)})]
-    blocks = fields.items(content, where)
-    for place, block in blocks:
-        if known := BLOCK_FIELDS.get(str(block.get("type"))):
-            check_fields(block, known, place)
-    return blocks
+    return [
+        (place, BLOCKS[kind].said(block, place) if (kind := str(block.get("type"))) in BLOCKS else block)
+        for place, block in fields.items(content, where)
+    ]
 
 
 def _block_text(block: Mapping[str, Any], where: str) -> str:
@@ -416,13 +471,13 @@ def _tools(raw: Any) -> Any:
         return None
     wrapped = []
     for where, tool in fields.items(raw, "tools"):
-        if tool.get("type") not in (None, "custom"):
+        if not is_empty(kind := tool.get("type")) and kind != "custom":
             raise UnsupportedError(
-                f"{where} is a tool of type {shown(tool['type'])}, the model calls functions only",
-                "send tools with an input_schema and run them yourself",
-                param=where,
+                f"{where} is a tool of type {shown(kind)}, which a vendor's server runs and this one can't",
+                "take it out of the agent's tools; send tools with an input_schema and run them yourself",
+                param=f"{where}.type",
             )
-        check_fields(tool, TOOL_FIELDS, where)
+        tool = TOOL.said(tool, where)
         fields.flag(tool, "eager_input_streaming", where=where)
         wrapped.append(
             asking.wrapped(tool.get("name"), tool.get("description"), tool.get("input_schema"), tool.get("strict"))
@@ -434,7 +489,7 @@ def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]
     """The choice, and whether a reply may hold several calls."""
     is_parallel = True
     if isinstance(value, dict):
-        check_fields(value, CHOICE_FIELDS, "tool_choice")
+        value = CHOICE.said(value, "tool_choice")
         is_parallel = not fields.flag(value, "disable_parallel_tool_use", where="tool_choice")
     match value:
         case None | {"type": "auto"}:
@@ -452,9 +507,8 @@ def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]
     )
 
 
-def _grammar(value: Any, choice: ToolChoice, tools: tuple[Tool, ...]) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or any(value[key] is not None for key in value.keys() - {"format"}):
-        raise UnsupportedError("output_config takes format only", "leave the rest out", param="output_config")
-    return asking.answer_grammar(value.get("format"), "output_config.format", choice, tools)
+def _output(raw: Mapping[str, Any], choice: ToolChoice, tools: tuple[Tool, ...]) -> tuple[str | None, Effort | None]:
+    """The grammar that the answer is to follow, and how much the model is to reason before it."""
+    output = fields.inner(raw, "output_config", OUTPUT)
+    grammar = asking.answer_grammar(output.get("format"), "output_config.format", choice, tools)
+    return grammar, _thinking(raw) or fields.effort(output, "effort", "output_config.effort")

@@ -12,14 +12,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
-from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError, UnsupportedError, shortened, shown
+from swarm_engine.errors import BadRequestError, NotFoundError, SwarmEngineError, UnsupportedError, shown
 from swarm_engine.server.dialects import asking, fields, writing
 from swarm_engine.server.dialects.chat import MAX_TOP_LOGPROBS
-from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall
+from swarm_engine.server.episodes import CallRequest, LiveEpisode, News, RunningAsk, RunningCall, StoredResponse
 from swarm_engine.tracker.answers import Delta, ReasoningDelta, TextDelta
-from swarm_engine.tracker.messages import Message, parse_messages, parse_tools, read_text
+from swarm_engine.tracker.fields import Fields, is_empty
+from swarm_engine.tracker.messages import TOOL_LABELS, TOOL_NEUTRAL, Message, parse_messages, parse_tools, read_text
 from swarm_engine.types import FinishReason
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -28,21 +29,38 @@ INCLUDE_REASONING = "reasoning.encrypted_content"
 INPUT_ROLES = ("user", "assistant", "system", "developer")
 THOUGHT_PARTS = ("reasoning_text", "summary_text", "text")
 
-RULES = fields.Rules(
-    read=frozenset(
-        {
-            "model", "input", "instructions", "previous_response_id", "temperature", "max_output_tokens", "stream",
-            "stream_options", "include", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "text", "store",
-            "seed", "stop", "script", "reasoning",
-        }
-    ),
-    labels=fields.OPENAI_LABELS,
-    neutral={
-        **fields.SAMPLING_NEUTRAL,
-        "background": (False,),
-        "truncation": ("disabled",),
+FIELDS = Fields(
+    read=fields.SAMPLING
+    | {
+        "model", "input", "instructions", "previous_response_id", "temperature", "max_output_tokens", "stream",
+        "stream_options", "include", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "text", "store",
+        "seed", "stop", "script", "reasoning",
     },
+    labels=fields.OPENAI_LABELS,
+    neutral={**fields.NEUTRAL, "truncation": ("disabled",)},
+    why=fields.WHY,
 )  # fmt: skip
+REASONING = Fields(
+    frozenset({"effort"}),
+    # Reasoning comes back whole and in plain text, so no summary is made of it.
+    frozenset({"summary", "generate_summary"}),
+    {"context": ("auto",), "mode": ("standard",)},
+    why=dict.fromkeys(("context", "mode"), fields.TEMPLATE_DECIDES),
+)
+TEXT = Fields(frozenset({"format", "verbosity"}))
+TOOL = Fields(
+    frozenset({"type", "name", "description", "parameters", "strict"}),
+    TOOL_LABELS,
+    TOOL_NEUTRAL,
+    kept=frozenset({"name", "parameters"}),
+)
+RESPONSE = "resp_"
+"""Before the id of a response's call; an item's id is its kind, the same call and its number."""
+SETTINGS = {
+    "web_search": 'turn it off (Codex: `web_search = "disabled"` in its config.toml)',
+    "namespace": "turn off what brings it (Codex: `enabled = false` under `[agents]` in its config.toml)",
+}
+"""How clients are told to leave out tools that the vendor's server runs, by type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +85,7 @@ class ResponsesRequest:
         (call,) = ask.calls
         for _ in (*items.take(call.news()), *items.close(call)):
             pass
-        return items.response(_status(call), call)
+        return items.complete(call)
 
     def writer(self, ask: RunningAsk) -> ResponsesWriter:
         """Writes the response event by event."""
@@ -79,6 +97,7 @@ def _status(call: RunningCall) -> str:
 
 
 Event = dict[str, Any]
+T = TypeVar("T")
 
 
 class Items:
@@ -90,7 +109,7 @@ class Items:
     def __init__(self, request: ResponsesRequest, ask: RunningAsk) -> None:
         self._request = request
         self._ask = ask
-        self._name = f"resp_{ask.call_id}"
+        self._name = RESPONSE + ask.call_id
         self._created = time.time()
         self._output: list[dict[str, Any]] = []
         self._is_open = False
@@ -115,6 +134,7 @@ class Items:
                 "output_tokens_details": {"reasoning_tokens": self._ask.num_reasoning_tokens},
                 "total_tokens": num_prompt + num_sampled,
             }
+        processors = self._ask.request.processors
         return {
             "id": self._name,
             "object": "response",
@@ -127,7 +147,7 @@ class Items:
             "model": self._ask.policy,
             "output": self._output.copy(),
             "temperature": self._ask.request.temperature,
-            "top_p": 1.0,
+            "top_p": 1.0 if processors is None else processors.top_p,
             "truncation": "disabled",
             **self._request.echoed,
             "usage": usage,
@@ -144,15 +164,26 @@ class Items:
             yield from self._grow(delta, end)
 
     def close(self, call: RunningCall) -> Iterable[Event]:
-        """Events of the end of the output; a later request can go on from it now."""
+        """Events of the end of the output."""
         if not self._output:
             yield from self._open_item(TextDelta(""))
         if self._output[-1]["type"] == "message":
             # The end token belongs to the text before it.
             self._tell_to(len(call.generation.token_ids))
         yield from self._close_item(_status(call))
+
+    def complete(self, call: RunningCall) -> Event:
+        """The response after its last item; where it is stored, later requests can name it from now on."""
+        response, stored = self.response(_status(call), call), self._ask.episode.responses
         if self._request.is_stored:
-            self._ask.episode.responses[self._name] = (*self._request.history, call.answer.message())
+            messages: Sequence[Message] = (*self._request.history, call.answer.message())
+            if stored:
+                # Agents send all of a conversation and their tools each turn; kept once they take no room to speak of.
+                last = stored[next(reversed(stored))]
+                messages = _sharing(messages, last.messages)
+                response["tools"] = _sharing(response["tools"], last.body["tools"])
+            stored[self._name] = StoredResponse(tuple(messages), response)
+        return response
 
     def abandon(self) -> Iterable[Event]:
         """Events of an output that broke off."""
@@ -250,6 +281,12 @@ class Items:
         yield self._item_event("done")
 
 
+def _sharing(values: Sequence[T], others: Sequence[T]) -> list[T]:
+    """Values, and where another list has an equal one at the same place, the very object that stands there."""
+    shared = [other if value == other else value for value, other in zip(values, others, strict=False)]
+    return [*shared, *values[len(shared) :]]
+
+
 class ResponsesWriter:
     """Writes a response as events, numbered."""
 
@@ -283,8 +320,8 @@ class ResponsesWriter:
 
     def end(self) -> bytes:
         """The response, complete or cut at its limit."""
-        status = _status(self._call)
-        return self._numbered([self._life(status, self._items.response(status, self._call))])
+        response = self._items.complete(self._call)
+        return self._numbered([self._life(response["status"], response)])
 
     def fail(self, error: SwarmEngineError) -> bytes:
         """The open item ends, and the response has failed."""
@@ -292,7 +329,7 @@ class ResponsesWriter:
         return self._numbered([*events, self._life("failed", self._items.response("failed", error=error))])
 
 
-def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
+def parse(request: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
     """Read a request.
 
     Raises:
@@ -300,7 +337,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
         UnsupportedError: a field or value that this server doesn't take.
         NotFoundError: this episode has no such earlier response.
     """
-    RULES.check(raw)
+    raw = FIELDS.said(request)
     fields.stream_options(raw, "include_obfuscation")
     include = raw.get("include") or []
     if not isinstance(include, list):
@@ -311,7 +348,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
             raise UnsupportedError(f"{place} is {shown(one)}, which this server has nothing of", param=place)
     top_logprobs = fields.integer(raw, "top_logprobs", 0, MAX_TOP_LOGPROBS) or 0
     earlier = _earlier(raw, episode)
-    history = (*earlier, *parse_messages(_messages(raw.get("input"), earlier)))
+    history = (*earlier, *parse_messages(_messages(raw.get("input"), earlier, episode)))
     instructions = fields.text(raw, "instructions")
     own = (
         parse_messages([{"role": "system", "content": read_text(instructions, "instructions")}]) if instructions else ()
@@ -320,7 +357,11 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
         tools = parse_tools(_tools(raw.get("tools")))
     choice = asking.openai_tool_choice(raw.get("tool_choice"), tools)
     is_parallel = fields.flag(raw, "parallel_tool_calls", default=True)
-    text_format = _format(raw.get("text"))
+    text = fields.inner(raw, "text", TEXT)
+    text_format = text.get("format")
+    if "verbosity" in text:
+        fields.one_of(text["verbosity"], fields.VERBOSITIES, "text.verbosity")
+    reasoning = fields.inner(raw, "reasoning", REASONING)
     return ResponsesRequest(
         model=fields.text(raw, "model") or "",
         call=CallRequest(
@@ -334,7 +375,8 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
             is_single_call=not is_parallel,
             grammar=asking.answer_grammar(text_format, "text.format", choice, tools),
             top_logprobs=top_logprobs,
-            unthinking=_unthinking(raw.get("reasoning")),
+            effort=fields.effort(reasoning, "effort", "reasoning.effort"),
+            processors=fields.processors(raw, episode.mode),
             script=fields.script(raw),
         ),
         is_stream=fields.flag(raw, "stream"),
@@ -345,7 +387,7 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
         echoed={
             "instructions": instructions,
             "max_output_tokens": raw.get("max_output_tokens"),
-            "metadata": raw.get("metadata") or {},
+            "metadata": request.get("metadata") or {},
             "parallel_tool_calls": is_parallel,
             "previous_response_id": raw.get("previous_response_id"),
             "store": raw.get("store", True),
@@ -353,53 +395,35 @@ def parse(raw: Mapping[str, Any], episode: LiveEpisode) -> ResponsesRequest:
             "tool_choice": raw.get("tool_choice") or "auto",
             "tools": raw.get("tools") or [],
             "top_logprobs": top_logprobs,
-            "reasoning": {"effort": None, "summary": None, **(raw.get("reasoning") or {})},
+            "reasoning": {"effort": None, "summary": None, **raw.get("reasoning", {})},
         },
     )
+
+
+def stored(
+    name: str, episode: LiveEpisode, *, code: str = "response_not_found", param: str | None = None
+) -> StoredResponse:
+    """A response that the episode gave and stored.
+
+    Raises:
+        NotFoundError: there is none of that id.
+    """
+    found = episode.responses.get(name)
+    if found is None:
+        raise NotFoundError(
+            f"this episode has no response {shown(name)}",
+            "name one that it gave and stored, or send the whole input",
+            code=code,
+            param=param,
+        )
+    return found
 
 
 def _earlier(raw: Mapping[str, Any], episode: LiveEpisode) -> tuple[Message, ...]:
     name = fields.text(raw, "previous_response_id")
     if name is None:
         return ()
-    found = episode.responses.get(name)
-    if found is None:
-        raise NotFoundError(
-            f"this episode has no response {shown(name)}",
-            "go on from one that it gave and stored, or send the whole input",
-            code="previous_response_not_found",
-            param="previous_response_id",
-        )
-    return found
-
-
-def _unthinking(value: Any) -> str | None:
-    value = {} if value is None else value
-    if not isinstance(value, dict):
-        raise BadRequestError(f"reasoning must be an object, not {shown(value)}", param="reasoning")
-    for name, one in value.items():
-        if one is not None and (name, one) != ("effort", "none"):
-            place = f"reasoning.{shortened(name)}"
-            raise UnsupportedError(
-                f"{place}={shown(one)} is not taken by this server", fields.WHY["reasoning"], param=place
-            )
-    effort = value.get("effort")
-    return None if effort is None else "reasoning"
-
-
-def _format(value: Any) -> Any:
-    """Of the text that is asked for."""
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise BadRequestError(f"text must be an object, not {shown(value)}", param="text")
-    if unknown := [name for name in value if name not in ("format", "verbosity")]:
-        raise UnsupportedError("text takes format only", "leave the rest out", param=f"text.{shortened(unknown[0])}")
-    if value.get("verbosity") not in (None, "medium"):
-        raise UnsupportedError(
-            f"text.verbosity is {shown(value['verbosity'])}", 'it is taken at "medium" only', param="text.verbosity"
-        )
-    return value.get("format")
+    return stored(name, episode, code="previous_response_not_found", param="previous_response_id").messages
 
 
 def _tools(raw: Any) -> Any:
@@ -408,23 +432,20 @@ def _tools(raw: Any) -> Any:
         return None
     wrapped = []
     for where, tool in fields.items(raw, "tools"):
-        if tool.get("type") != "function":
+        if (kind := tool.get("type")) != "function":
             raise UnsupportedError(
-                f"{where} is a tool of type {shown(tool.get('type'))}, the model calls functions only",
-                "send functions and run them yourself",
+                f"{where} is a tool of type {shown(kind)}, which a vendor's server runs and this one can't",
+                SETTINGS.get(str(kind), "take it out of the agent's tools; send functions and run them yourself"),
                 param=f"{where}.type",
             )
-        known = {"type", "name", "description", "parameters", "strict"}
-        if unknown := [key for key, value in tool.items() if key not in known and value not in (None, False)]:
-            place = f"{where}.{shortened(unknown[0])}"
-            raise UnsupportedError(f"{place} is not taken by this server", "leave it out", param=place)
+        tool = TOOL.said(tool, where)
         wrapped.append(
             asking.wrapped(tool.get("name"), tool.get("description"), tool.get("parameters"), tool.get("strict"))
         )
     return wrapped
 
 
-def _messages(raw: Any, earlier: Sequence[Message]) -> list[dict[str, Any]]:
+def _messages(raw: Any, earlier: Sequence[Message], episode: LiveEpisode) -> list[dict[str, Any]]:
     """Items as messages of chat completions, which go on from earlier ones."""
     calls = asking.ToolCalls()
     for message in earlier:
@@ -438,7 +459,8 @@ def _messages(raw: Any, earlier: Sequence[Message]) -> list[dict[str, Any]]:
     if not raw:
         raise BadRequestError("input must be a text or a list with at least one item", param="input")
     messages: list[dict[str, Any]] = []
-    for is_reply, group in groupby(fields.items(raw, "input"), lambda one: _is_reply(one[1])):
+    told = [(where, _told(item, where, episode)) for where, item in fields.items(raw, "input")]
+    for is_reply, group in groupby(told, lambda one: _is_reply(one[1])):
         items = list(group)
         if is_reply:
             messages += _replies(items, calls)
@@ -449,7 +471,37 @@ def _messages(raw: Any, earlier: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _kind(item: Mapping[str, Any]) -> Any:
-    return item.get("type", "message" if "role" in item else None)
+    kind = item.get("type")
+    if not is_empty(kind):
+        return kind
+    return "message" if "role" in item else "item_reference" if "id" in item else None
+
+
+def _response_of(item_id: str) -> str:
+    """Id of the response that would have given an item."""
+    return RESPONSE + item_id.partition("_")[2].rpartition("_")[0]
+
+
+def _told(item: Mapping[str, Any], where: str, episode: LiveEpisode) -> Mapping[str, Any]:
+    """An item, and for a reference the item that it names.
+
+    Raises:
+        BadRequestError: no response of the episode that was stored has it.
+    """
+    if _kind(item) != "item_reference":
+        return item
+    name = item.get("id")
+    response = episode.responses.get(_response_of(name)) if isinstance(name, str) else None
+    items: Sequence[Mapping[str, Any]] = () if response is None else response.body["output"]
+    found = next((one for one in items if one["id"] == name), None)
+    if found is None:
+        raise BadRequestError(
+            f"{where} refers to item {shown(name)}, and this episode has stored none of that id",
+            "send the items, or store: false, which has SDKs send them",
+            code="item_not_found",
+            param=f"{where}.id",
+        )
+    return found
 
 
 def _is_reply(item: Mapping[str, Any]) -> bool:
@@ -511,7 +563,7 @@ def _other(item: Mapping[str, Any], where: str, made: asking.ToolCalls) -> dict[
         return {"role": "tool", "tool_call_id": call_id, "content": output}
     raise UnsupportedError(
         f"{where} is an item of type {shown(kind)}",
-        "this server takes message, reasoning, function_call and function_call_output",
+        "this server takes message, reasoning, function_call, function_call_output and item_reference",
         param=f"{where}.type",
     )
 
