@@ -30,7 +30,7 @@ from swarm_engine.errors import (
 from swarm_engine.server.auth import bearer
 from swarm_engine.server.bodies import MAX_BODY_BYTES, Receive, parse_json, read_body
 from swarm_engine.server.connection import EXTENSION, Connection
-from swarm_engine.server.dialects import DIALECTS, messages, models
+from swarm_engine.server.dialects import DIALECTS, messages, models, responses
 from swarm_engine.server.dialects.fields import overridden
 from swarm_engine.server.dialects.protocol import Request
 from swarm_engine.server.dialects.writing import encode, openai_error
@@ -62,7 +62,10 @@ JSON_HEADERS = [(b"content-type", b"application/json")]
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 MODELS = "models"
 COUNT = "messages/count_tokens"
+RESPONSE = "responses/"
+"""Before the id of a stored response."""
 ROUTES = (*DIALECTS, COUNT, MODELS)
+READING = ("GET", "HEAD", "OPTIONS")
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +131,12 @@ class InferenceApp:
             target = parse_path(raw_path(scope))
             episode = self._authorize(target, scope["headers"])
             method, route = scope["method"], target.route
-            if route in DIALECTS or route == COUNT:
-                check_method(method, "POST", route)
+            check_method(method, route)
+            if method == "OPTIONS":
+                known = (b"allow", ", ".join(methods(route)).encode())
+                await send({"type": "http.response.start", "status": 204, "headers": [known]})
+                await send_bytes(send, b"", is_last=True)
+            elif method == "POST":
                 body = await read_body(receive, scope["headers"], MAX_BODY_BYTES)
                 if body is None:
                     return
@@ -145,13 +152,11 @@ class InferenceApp:
                     )
                     connection = scope["extensions"][EXTENSION]["connection"]
                     await self._ask(request, draft, episode, receive, send, connection)
-            elif route == MODELS or route.startswith(MODELS + "/"):
-                check_method(method, "GET", route)
-                await send_json(send, 200, self._models(route, episode, error_body is messages.error_body))
+            elif route.startswith(RESPONSE):
+                name = unquote(route.removeprefix(RESPONSE))
+                await send_json(send, 200, responses.stored(name, episode).body)
             else:
-                raise NotFoundError(
-                    f"there is no route {route!r} under an episode's base_url", f"there are {', '.join(ROUTES)}"
-                )
+                await send_json(send, 200, self._models(route, episode, error_body is messages.error_body))
         except SwarmEngineError as error:
             self._count_refusal(episode, error)
             allow = [(b"allow", error.allow.encode())] if isinstance(error, MethodNotAllowedError) else []
@@ -370,14 +375,28 @@ def error_shape(scope: Scope) -> Callable[[SwarmEngineError], Mapping[str, Any]]
     return messages.error_body if first == "messages" or (first == MODELS and has_header) else openai_error
 
 
-def check_method(method: str, known: str, route: str) -> None:
+def methods(route: str) -> Sequence[str]:
+    """What a route can be asked with; nothing where there is no such route."""
+    if route in DIALECTS or route == COUNT:
+        return ("OPTIONS", "POST")
+    is_response = route.startswith(RESPONSE) and "/" not in route.removeprefix(RESPONSE)
+    return READING if is_response or route == MODELS or route.startswith(MODELS + "/") else ()
+
+
+def check_method(method: str, route: str) -> None:
     """See that a route has a method.
 
     Raises:
+        NotFoundError: there is no such route.
         MethodNotAllowedError: it hasn't.
     """
-    if method != known:
-        raise MethodNotAllowedError(method, route, [known])
+    known = methods(route)
+    if not known:
+        raise NotFoundError(
+            f"there is no route {route!r} under an episode's base_url", f"there are {', '.join(ROUTES)}"
+        )
+    if method not in known:
+        raise MethodNotAllowedError(method, route, known)
 
 
 def read_json(body: bytes) -> Mapping[str, Any]:

@@ -499,8 +499,13 @@ def test_a_wrong_key_opens_nothing_and_keys_do_not_mix_episodes(engine: Served) 
     ("method", "route", "status"),
     [
         ("POST", "/embeddings", 404),
+        ("OPTIONS", "/embeddings", 404),
         ("GET", "/chat/completions", 405),
+        ("HEAD", "/responses", 405),
         ("POST", "/models", 405),
+        ("POST", "/responses/resp_x", 405),
+        ("GET", "/responses/resp_x", 404),
+        ("GET", "/responses/resp_x/input_items", 404),
         ("GET", "", 404),
     ],
 )
@@ -508,7 +513,22 @@ def test_routes_that_are_not_there_say_so(episode: SyncEpisode, method: str, rou
     auth = {"authorization": f"Bearer {episode.api_key}"}
     answer = httpx.request(method, f"{episode.base_url}{route}", headers=auth)
     assert answer.status_code == status
-    assert answer.json()["error"]["message"]
+    assert method == "HEAD" or answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("route", ["/models", "/v1/models", "/models/policy"])
+def test_models_are_looked_at_by_head_and_options(episode: SyncEpisode, route: str) -> None:
+    auth = {"authorization": f"Bearer {episode.api_key}"}
+    url = episode.base_url + route
+    whole, head = httpx.get(url, headers=auth), httpx.head(url, headers=auth)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(whole.content))
+    options = httpx.options(url, headers=auth)
+    assert (options.status_code, options.content, options.headers["allow"]) == (204, b"", "GET, HEAD, OPTIONS")
+    assert "access-control-allow-origin" not in options.headers
+    assert httpx.head(url).status_code == httpx.options(url).status_code == 401
+    posted = httpx.options(f"{episode.base_url}/chat/completions", headers=auth)
+    assert (posted.status_code, posted.headers["allow"]) == (204, "OPTIONS, POST")
 
 
 def test_either_of_two_keys_opens_an_episode(episode: SyncEpisode) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 from anthropic import beta_tool
 from chat_template import CALL, TOOLS_AND_THINKING
@@ -30,6 +31,7 @@ from test_dialects import (
     places,
     post,
     recorded,
+    sdk,
     with_value,
 )
 from tiny_tokenizer import END_ID, make_tokenizer
@@ -255,6 +257,27 @@ def test_a_reference_to_what_was_not_stored_says_how_to_do_without(played: Serve
             error = answer.json()["error"]
             assert (error["param"], error["code"]) == ("input[1].id", "item_not_found")
             assert "send the items, or store: false" in error["message"]
+
+
+def test_a_stored_response_can_be_read_again(played: Served) -> None:
+    reply = THOUGHT + TWO_CALLS
+    with episode(played, reply, reply, "c") as claimed, sdk(claimed) as api:
+        whole = api.responses.create(model="m", input="hi", tools=[FLAT])
+        with api.responses.stream(model="m", input="hi", tools=[FLAT]) as stream:
+            streamed = stream.get_final_response()
+        dropped = {"output": {"__all__": {"parsed_arguments": True}}}
+        for response in (whole, streamed):
+            found = api.responses.retrieve(response.id)
+            assert found.model_dump(exclude_none=True)["usage"] == response.model_dump(exclude_none=True)["usage"]
+            assert found.status == "completed"
+            assert [item.id for item in found.output] == [item.id for item in response.output]
+        assert api.responses.retrieve(whole.id).model_dump(exclude=dropped) == whole.model_dump(exclude=dropped)
+        unstored = api.responses.create(model="m", input="hi", store=False)
+        with pytest.raises(openai.NotFoundError, match="has no response"):
+            api.responses.retrieve(unstored.id)
+        url = f"{claimed.base_url}/v1/responses/{whole.id}"
+        head = httpx.head(url, headers={"x-api-key": claimed.api_key})
+        assert (head.status_code, head.content) == (200, b"")
 
 
 def test_stored_responses_hold_what_they_share_once(played: Served) -> None:
