@@ -220,9 +220,9 @@ def test_tools_that_make_no_sense_are_refused_with_their_place(tools: Any, where
 
 def test_a_name_is_looked_for_once_among_many_tools() -> None:
     tools = [{"type": "function", "function": {"name": f"look_{place}"}} for place in range(20_000)]
-    started = time.perf_counter()
+    started = time.process_time()
     assert len(parse_tools(tools)) == 20_000
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_other_tools_are_another_conversation_and_the_order_of_fields_is_not() -> None:
