@@ -20,6 +20,7 @@ RESULTS_FILE = "results.json"
 """In a run's folder, once the run is over."""
 TRAIN_FILE = "train.py"
 ENV_FILE = "env.py"
+TESTS_FOLDER = "tests"
 POLICY = "policy"
 """Name of the one policy that a project trains."""
 
@@ -106,15 +107,19 @@ class ProjectSpec(GameSpec):
 def code_of(project: Path) -> dict[str, str]:
     """SHA-256 of every file that a project's games, rewards and calls are made of, by its path there.
 
-    Its Python files, those of packages in it too. Not train.py, which says when to measure, nor what env.py may read as
-    data.
+    Its Python files, those of folders in it too: Python imports from a folder without `__init__.py` as well. Not
+    train.py, which says when to measure, nor tests, nor what env.py may read as data.
     """
     found: dict[str, str] = {}
-    folders = [project]
+    folders, seen = [project], {project.resolve()}
     for folder in folders:
         for path in sorted(folder.iterdir()):
-            if path.is_dir() and (path / "__init__.py").is_file():
-                folders.append(path)
+            if path.is_dir():
+                is_package = (path / "__init__.py").is_file()
+                may_be_imported = is_package or (path.name.isidentifier() and path != project / TESTS_FOLDER)
+                if may_be_imported and path.resolve() not in seen:  # a link may lead back
+                    seen.add(path.resolve())
+                    folders.append(path)
             elif path.suffix == ".py" and path != project / TRAIN_FILE and path.is_file():
                 found[path.relative_to(project).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
@@ -123,13 +128,23 @@ def code_of(project: Path) -> dict[str, str]:
 def refuse_if_edited(then: Mapping[str, str], now: Mapping[str, str], what: str) -> None:
     """See that a project's code is what it was.
 
+    A folder without `__init__.py` of which nothing was known then is no edit: it comes last where Python looks, so only
+    a file that was edited imports it. Earlier versions knew of no such folder.
+
     Args:
         then, now: what `code_of` said of it.
         what: the run that began with the code of then, for the message.
     Raises:
         EditedError: a file differs, is new or is gone.
     """
-    if changed := sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name)):
+    known = {name.rpartition("/")[0] for name in then} | {""}
+
+    def is_unused(name: str) -> bool:
+        folder = name.rpartition("/")[0]
+        return folder not in known and f"{folder}/__init__.py" not in now
+
+    changed = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    if changed := [name for name in changed if not is_unused(name)]:
         raise EditedError(
             f"{', '.join(changed)} changed since {what} was begun: rewards of two games would mix in one record; put "
             "it back as it was to go on, or start the edited project in a folder of its own: --run-dir"

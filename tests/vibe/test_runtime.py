@@ -50,6 +50,28 @@ def test_a_run_does_not_go_on_with_code_that_was_edited(name: str, project: Path
         start(project, tmp_path)
 
 
+def test_code_in_a_folder_without_init_is_looked_at_too(project: Path, tmp_path: Path) -> None:
+    (project / "scoring").mkdir()
+    (project / "scoring" / "back").symlink_to(project)
+    (project / "scoring" / "scale.py").write_text("WON = 1.0\n", encoding="utf-8")
+    start(project, tmp_path)
+    start(project, tmp_path)
+    (project / "scoring" / "scale.py").write_text("WON = 77.0\n", encoding="utf-8")
+    with pytest.raises(EditedError, match=r"^scoring/scale\.py changed since"):
+        start(project, tmp_path)
+
+
+def test_a_new_folder_is_an_edit_only_where_it_may_stand_in_for_a_file(project: Path, tmp_path: Path) -> None:
+    start(project, tmp_path)
+    for folder in ("players", "scripts"):
+        (project / folder).mkdir()
+        (project / folder / "plot.py").touch()
+    start(project, tmp_path)
+    (project / "players" / "__init__.py").touch()
+    with pytest.raises(EditedError, match=r"^players/__init__\.py changed since"):
+        start(project, tmp_path)
+
+
 def test_what_makes_no_reward_may_be_edited(project: Path, tmp_path: Path) -> None:
     start(project, tmp_path)
     for name in ("README.md", "train.py", "tests/test_game.py", "notes.txt"):
