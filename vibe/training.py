@@ -35,7 +35,7 @@ from vibe import screen
 from vibe.embedded import check_named
 from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError
 from vibe.project import RESULTS_FILE, code_of, refuse_if_edited
-from vibe.record import RECORD_FILE, Event, last, read
+from vibe.record import RECORD_FILE, Event, event_text, last, read
 from vibe.run_folder import COMMAND_LOCK_FILE, how_to_go_on, locked, refuse_if_taken
 from vibe.writing import Request, Written, take, write_from_words
 
@@ -200,6 +200,7 @@ def watch(request: Request, written: Written, run_dir: Path, experiment: str) ->
             stderr=log,
             env=os.environ | {HOME_VARIABLE: str(home_folder())},
             encoding="utf-8",
+            errors="replace",  # the project's own code may print anything
             start_new_session=True,
         )
         signals.to(child.pid)
@@ -231,9 +232,14 @@ def event_of(line: str) -> Event:
     """What a line of a training's output says; one that the project's own code printed is said as it is."""
     try:
         event = json.loads(line)
-    except json.JSONDecodeError:
-        event = None
-    return event if isinstance(event, dict) and "event" in event else {"event": "phase", "text": line.rstrip("\n")}
+        # The project's code may print JSON too; what can't be put in words or written again is no event of ours.
+        if isinstance(event, dict) and isinstance(event["event"], str):
+            event_text(event)
+            json.dumps(event, ensure_ascii=False).encode()
+            return event
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        pass  # it is shown as it is
+    return {"event": "phase", "text": screen.printable(line.rstrip("\n"))}
 
 
 class Forwarded:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from vibe import screen
+from vibe.training import event_of
 
 SPEC = {
     "config": {"seed": 0, "trainer": {"tasks_per_update": 8, "group_size": 8}},
@@ -106,3 +107,29 @@ def test_the_table_has_before_and_after_beside_the_scripted_levels() -> None:
     assert "0.200 [0.100, 0.300]" in row
     assert "0.800 [0.700, 0.900]" in row
     assert "random legal play" in shown(on)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param("hi \x1b[2J", id="text"),
+        pytest.param('{"event": "phase"}', id="no text"),
+        pytest.param('{"event": [1]}', id="no name"),
+        pytest.param('{"event": "step", "step": 1}', id="no metrics"),
+        pytest.param('{"event": "evaluation", "temperature": "warm", "label": 1}', id="other types"),
+        pytest.param('{"event": "a", "b": "\\ud83c"}', id="half a pair"),
+        pytest.param("[]", id="list"),
+        pytest.param("[" * 100_000, id="deep"),
+        pytest.param("1" * 5000, id="long"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["terminal", "file", "json"])
+def test_what_the_code_of_a_project_prints_is_shown_as_text_and_ends_nothing(
+    line: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on = console(is_terminal=kind == "terminal")
+    event = event_of(line + "\n")
+    with screen.screen(on, "Nim", 2, as_json=kind == "json") as view:
+        view.show(event)
+    assert event == {"event": "phase", "text": line.replace("\x1b", "\N{REPLACEMENT CHARACTER}")}
+    assert line[:3] in (capsys.readouterr().out if kind == "json" else shown(on))
