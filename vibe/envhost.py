@@ -197,7 +197,7 @@ def respond(host: Host, line: bytes) -> bytes:
         ok = host.answer(request)
     except RequestError as error:
         return refusal(request, error.code, str(error))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a game is somebody else's code: what it raises is a reply
+    except BaseException as error:  # noqa: BLE001  a game is somebody else's code: what it raises is a reply
         return refusal(request, "game_error", f"{op} raised {error_text(error, host.project)}")
     try:
         # NaN is for the parent to name: it knows whose reward it is.

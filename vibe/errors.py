@@ -41,7 +41,10 @@ class TooSmallError(VibeError):
 
 
 class EnvError(VibeError):
-    """The game's own code is at fault; the message says where."""
+    """The game's own code is at fault; the message says where, and may quote what it raised and printed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, but="\n\t"))
 
 
 class EditedError(UsageError):
@@ -74,3 +77,12 @@ class StoppedError(VibeError):
     """The user, or whoever runs the machine, asked it to stop, and it did."""
 
     exit_code = INTERRUPTED
+
+
+def printable(text: str, but: str = "") -> str:
+    """Text without characters that would steer a terminal.
+
+    Args:
+        but: of these, those that stay.
+    """
+    return "".join(char if char.isprintable() or char in but else "�" for char in text)

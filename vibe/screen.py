@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from vibe.errors import printable
 from vibe.plot import in_text
 from vibe.record import Event, event_text, with_interval
 from vibe.spec import GameSpec
@@ -196,11 +197,6 @@ def _line_move(move: Mapping[str, str]) -> Text:
 
 def _board_move(move: Mapping[str, str]) -> Text:
     return Text.assemble((move["seat"], "bold"), f" {printable(move['text'])}\n", (move["note"], "dim"))
-
-
-def printable(text: str) -> str:
-    """Text without characters that would steer a terminal."""
-    return "".join(char if char.isprintable() else "�" for char in text)
 
 
 def error_console() -> Console:

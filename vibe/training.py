@@ -33,7 +33,7 @@ from experiments_db.writes import SINGLE_KEY, Attempt, begin_attempt, create_sin
 from swarm_engine.signals import ending_signals, leave_dead_terminal
 from vibe import screen
 from vibe.embedded import check_named
-from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError
+from vibe.errors import INTERRUPTED, StoppedError, TrainingFailedError, printable
 from vibe.project import RESULTS_FILE, code_of, refuse_if_edited
 from vibe.record import RECORD_FILE, Event, event_text, last, read
 from vibe.run_folder import COMMAND_LOCK_FILE, how_to_go_on, locked, refuse_if_taken
@@ -239,7 +239,7 @@ def event_of(line: str) -> Event:
             return event
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         pass  # it is shown as it is
-    return {"event": "phase", "text": screen.printable(line.rstrip("\n"))}
+    return {"event": "phase", "text": printable(line.rstrip("\n"))}
 
 
 class Forwarded:

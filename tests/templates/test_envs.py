@@ -100,6 +100,10 @@ class Game:
             file.write(b"x" * (2 << 20))
     def fail(self):
         return {}["nothing"]
+    def paint(self):
+        raise ValueError("\\x1b[2J")
+    def quit(self):
+        raise GeneratorExit("now")
     def half(self):
         raise ValueError("so: " + chr(0xD83D))
     def talk(self):
@@ -239,6 +243,8 @@ def test_a_fault_of_the_game_names_its_place_and_the_process_lives_on(project: P
                 "fail": "step() raised KeyError: 'nothing' (env.py, line ",
                 "flood": "what step() gave has 30000",
                 "opaque": "what step() gave can't be written as JSON: Object of type set",
+                "paint": "step() raised ValueError: \N{REPLACEMENT CHARACTER}[2J (env.py, line ",
+                "quit": "step() raised GeneratorExit: now (env.py, line ",
                 "leave": "step() raised SystemExit: 4 (env.py, line ",
                 "eat": "step() raised MemoryError",
                 "write": "step() raised OSError",
