@@ -29,6 +29,8 @@ class Role(StrEnum):
     """Start and stop the engine, save and export."""
 
 
+MIN_TOKEN_CHARS = 16
+"""Of a token in the file; one that is made has more. An empty one would let in whoever sends none."""
 RANK = {role: rank for rank, role in enumerate(Role)}
 
 
@@ -45,17 +47,22 @@ class Tokens:
         Raises:
             RunDirError: the file is there and can't be used.
         """
-        if not path.exists():
+        if not os.path.lexists(path):
             made = {str(role): f"swarm-{secrets.token_urlsafe(32)}" for role in reversed(Role)}
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump(made, file)
         try:
+            if not path.is_file():
+                raise ValueError("it is no regular file")  # a pipe would be waited for without end
             found = json.loads(path.read_text(encoding="utf-8"))
+            for role in Role:
+                if not isinstance(found[role], str) or len(found[role]) < MIN_TOKEN_CHARS or not found[role].isascii():
+                    raise ValueError(f"its {role} is no token of at least {MIN_TOKEN_CHARS} ASCII characters")
             return Tokens({role: found[role] for role in Role})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise RunDirError(
-                f"the token file {path} can't be read ({error})", "delete it, and the next start makes new tokens"
+                f"the token file {path} can't be used ({error})", "delete it, and the next start makes new tokens"
             ) from error
 
     def check(self, header: str | None, needed: Role) -> Role:

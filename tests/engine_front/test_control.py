@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import socket
 import sqlite3
 import stat
@@ -36,7 +37,9 @@ from swarm_engine.client import (
     Task,
 )
 from swarm_engine.config import EngineConfig
+from swarm_engine.errors import RunDirError
 from swarm_engine.server import roster
+from swarm_engine.server.auth import Role, Tokens
 from swarm_engine.server.engine import Engine
 from swarm_engine.server.episodes import ClaimRequest, LiveEpisode
 from swarm_engine.server.roster import episode_records
@@ -93,6 +96,30 @@ def test_a_token_is_needed_on_loopback_too(engine: Served) -> None:
 def test_each_role_may_do_its_part(engine: Served, role: str, method: str, path: str, status: int) -> None:
     body = claim_body() if method == "POST" else None
     assert ask(engine, method, path, body, role).status_code == status
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "[]", "{", "[" * 100_000, *(json.dumps(dict.fromkeys(Role, token)) for token in (5, "", "é" * 30))],
+    ids=["pipe", "empty", "list", "torn", "deep", "number", "no text", "not ASCII"],
+)  # fmt: skip
+def test_a_token_file_that_can_not_be_one_is_refused_at_once(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "token.json"
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(
+        RunDirError, match=r"token\.json can't be used .*delete it, and the next start makes new tokens"
+    ):
+        Tokens.load(path)
+
+
+def test_a_token_file_whose_link_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "token.json"
+    path.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RunDirError, match=r"token\.json can't be used"):
+        Tokens.load(path)
 
 
 def test_the_token_file_is_for_its_owner_only(engine: Served) -> None:
